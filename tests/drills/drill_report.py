@@ -15,7 +15,8 @@ import matrix
 Outcomes = Sequence[dict[str, Any]]
 
 
-def write(folder: Path, outcomes: Outcomes, seconds: float, command: str) -> None:
+def write(folder: Path, outcomes: Outcomes, seconds: float, command: str, num_known: int = 0) -> None:
+    """seconds: Of this drill. num_known: Cells whose outcomes are those of an earlier one, which was cut off."""
     struck = [outcome for outcome in outcomes if outcome["target"] != "nobody"]
     content = {
         "command": command,
@@ -24,6 +25,7 @@ def write(folder: Path, outcomes: Outcomes, seconds: float, command: str) -> Non
         "seconds": round(seconds),
         "cells": len(struck),
         "passed": sum(not outcome["problems"] for outcome in struck),
+        "known": num_known,
         "left_out": matrix.num_left_out(),
     }
     rows = ",\n".join(json.dumps(outcome, sort_keys=True) for outcome in outcomes)  # a line for each: they are many
@@ -37,65 +39,65 @@ def machine() -> str:
     return f"{len(os.sched_getaffinity(0))} cores, {pages / 2**30:.0f} GiB, Linux {platform.release().split('-')[0]}, no GPU"
 
 
+VARIANTS = {
+    "Twins, a torchrun for each step": ("twins",),
+    "Twins, a trainer that stays": ("resident",),
+    "Twins, episodes of three turns with a tool that may not be called twice": ("episodes",),
+    "Twins, episodes of three turns of a taskset of verifiers": ("tasksets",),
+    "Twins, an adapter in the engine judges": ("judged",),
+    "Twins, calls of tools in episodes: one that may be called once and one that may be repeated": ("tools",),
+    "Twins, episodes that go on from a snapshot": ("snapshots",),
+    "Twins, three steps of which two are sampled ahead": ("queue",),
+    "Twins, three steps with in-flight updates": ("in flight", "in flight by time"),
+    "Twins, two steps, between which episodes are carried over": ("carried",),
+    "Twins, three steps, the episodes of two of them are played ahead": ("episodes ahead",),
+    "Twins, two steps that are copied to an S3 server": ("store",),
+    "Twins, two replicas of the engine": ("replicas",),
+    "Twins, episodes on two replicas of the engine": ("episodes on replicas",),
+    "Twins, a real reward model gives the rewards": ("scored",),
+    "Twins, a second model judges in a server of its own": ("second judge",),
+    "Twins, two nodes of a Ray cluster": ("nodes",),
+    "Everything real (SGLang, Megatron under torchrun, Prefect's server and worker, MLflow)": ("real",),
+}
+AT_RANDOM = "kill -9 of a random target at a random moment"
+HEAD = "| {} | cells | passed | failed | median s to recover | longest |\n|--|--:|--:|--:|--:|--:|"
+
+
 def page(content: dict[str, Any], struck: Outcomes) -> str:
-    twins = [outcome for outcome in struck if outcome["variant"] == "twins" and outcome["target"] != "any"]
-    groups = {
-        "Twins, a torchrun for each step": twins,
-        "Twins, a trainer that stays": [outcome for outcome in struck if outcome["variant"] == "resident"],
-        "Twins, episodes of three turns with a tool that may not be called twice": [
-            outcome for outcome in struck if outcome["variant"] == "episodes"
-        ],
-        "Twins, episodes of three turns of a taskset of verifiers": [
-            outcome for outcome in struck if outcome["variant"] == "tasksets"
-        ],
-        "Twins, an adapter in the engine judges": [outcome for outcome in struck if outcome["variant"] == "judged"],
-        "Twins, calls of tools in episodes: one that may be called once and one that may be repeated": [
-            outcome for outcome in struck if outcome["variant"] == "tools"
-        ],
-        "Twins, episodes that go on from a snapshot": [outcome for outcome in struck if outcome["variant"] == "snapshots"],
-        "Twins, three steps of which two are sampled ahead": [outcome for outcome in struck if outcome["variant"] == "queue"],
-        "Twins, three steps with in-flight updates": [
-            outcome for outcome in struck if outcome["variant"].startswith("in flight")
-        ],
-        "Twins, two steps, between which episodes are carried over": [
-            outcome for outcome in struck if outcome["variant"] == "carried"
-        ],
-        "Twins, three steps, the episodes of two of them are played ahead": [
-            outcome for outcome in struck if outcome["variant"] == "episodes ahead"
-        ],
-        "Twins, two steps that are copied to an S3 server": [outcome for outcome in struck if outcome["variant"] == "store"],
-        "Twins, two replicas of the engine": [outcome for outcome in struck if outcome["variant"] == "replicas"],
-        "Twins, episodes on two replicas of the engine": [
-            outcome for outcome in struck if outcome["variant"] == "episodes on replicas"
-        ],
-        "Twins, a real reward model gives the rewards": [outcome for outcome in struck if outcome["variant"] == "scored"],
-        "Twins, a second model judges in a server of its own": [
-            outcome for outcome in struck if outcome["variant"] == "second judge"
-        ],
-        "Twins, two nodes of a Ray cluster": [outcome for outcome in struck if outcome["variant"] == "nodes"],
-        "kill -9 of a random target at a random moment": [outcome for outcome in struck if outcome["target"] == "any"],
-        "Everything real (SGLang, Megatron under torchrun, Prefect's server and worker, MLflow)": [
-            outcome for outcome in struck if outcome["variant"] == "real"
-        ],
+    groups: dict[str, Outcomes] = {
+        name: [outcome for outcome in struck if outcome["variant"] in variants and outcome["target"] != "any"]
+        for name, variants in VARIANTS.items()
     }
+    groups[AT_RANDOM] = [outcome for outcome in struck if outcome["target"] == "any"]
+    groups = {name: found for name, found in groups.items() if found}
     again = sum(outcome["num_sampled_again"] for outcome in struck)
     num_full = len(matrix.TARGETS) * len(matrix.FAULTS) * len(matrix.POINTS)
     reasons = "\n".join(f"| {reason} | {count} |" for reason, count in content["left_out"].items())
+    summary = "\n".join(
+        [HEAD.format("steps of"), *(_row(name, found) for name, found in groups.items()), _row("**all**", struck)]
+    )
+    before = (
+        f" {content['known']} of them passed in earlier parts of it, which were cut off; date and minutes are those of the last part."
+        if content["known"]
+        else ""
+    )
     parts = [
         "# The drill",
-        f"{content['cells']} cells, {content['passed']} passed, {content['cells'] - content['passed']} failed. {content['date']}, "
+        f"{content['cells']} cells, {content['passed']} passed, {content['cells'] - content['passed']} failed.{before} {content['date']}, "
         f"{content['machine']}, {content['seconds'] / 60:.0f} minutes: `{content['command']}`.",
         "A cell strikes one target with one fault at one point of one step, lets the attempt end, runs the same command again where the "
         "step is not committed, and passes if: the step is committed once; its adapter has the digest of a run that nobody disturbed "
         "(where the outcome of a tool is unknown, its episode is left out of training, and all others are as undisturbed); "
         "every sample is there once, the optimizer took one step, MLflow has one run, one row and one model version; after `--stop` no "
-        "process of the cell lives and no lock is held. Seconds to recover: from the strike to the commit.",
+        "process of the cell lives and no lock is held. Seconds to recover: from the strike to the commit. *Twins* are programs that stand "
+        "in for SGLang and torchrun: they speak as these do, and compute almost nothing, so that a cell takes seconds.",
+        summary,
         f"Samples that had been delivered before the strike and were asked for again: {again} in all cells together.",
-        *(f"## {name}\n\n{counts(found)}" for name, found in groups.items() if found),
+        *([f"## Failed\n\n{failures(struck)}"] if content["passed"] < content["cells"] else []),
+        *(f"## {name}\n\n{counts(found)}" for name, found in groups.items()),
         f"## At how many points\n\n{matrix.table()}\n\nOf {num_full} cells ({len(matrix.TARGETS)} targets x {len(matrix.FAULTS)} faults x "
         f"{len(matrix.POINTS)} points: before, in the middle of, and at the end of each task, and the end of the step) these are left out:",
-        f"| why | cells |\n|--|--:|\n{reasons}",
-        f"## Failed\n\n{failures(struck)}",
+        f"<details><summary>The reasons, with their cells</summary>\n\n| why | cells |\n|--|--:|\n{reasons}\n\n</details>",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -143,9 +145,7 @@ def _table(title: str, outcomes: Outcomes, name_of: Callable[[dict[str, Any]], s
         groups[name_of(outcome)].append(outcome)
     names = [*(name for name in order if name in groups), *(name for name in groups if name not in order)]
     rows = [_row(name, groups[name]) for name in names] + [_row("**all**", outcomes)]
-    return "\n".join(
-        [f"| {title} | cells | passed | failed | median s to recover | longest |", "|--|--:|--:|--:|--:|--:|", *rows]
-    )
+    return "\n".join([HEAD.format(title), *rows])
 
 
 def _row(name: str, outcomes: Outcomes) -> str:
@@ -156,7 +156,6 @@ def _row(name: str, outcomes: Outcomes) -> str:
 
 
 def failures(outcomes: Outcomes) -> str:
-    failed = [outcome for outcome in outcomes if outcome["problems"]]
-    if not failed:
-        return "None."
-    return "\n".join(f"* `{outcome['cell']}`: {' '.join(outcome['problems'][0].split())[:300]}" for outcome in failed)
+    return "\n".join(
+        f"* `{outcome['cell']}`: {' '.join(outcome['problems'][0].split())[:300]}" for outcome in outcomes if outcome["problems"]
+    )
