@@ -6,6 +6,8 @@ from cyclopts.exceptions import CoercionError, MissingArgumentError
 
 def line_of(error: CycloptsError) -> str:
     """What was wrong with the words of a command line."""
+    from infra.config.tools.overrides import nearest
+
     command = " ".join(["ratchet", *(error.command_chain or ())])
     match error:
         case UnknownOptionError():
@@ -43,14 +45,6 @@ def kind(error: CoercionError) -> str:
         return " or ".join(map(str, get_args(error.target_type)))
     names = {int: "a whole number", float: "a number", bool: "true or false"}
     return names.get(error.target_type or object, str(getattr(error.target_type, "__name__", error.target_type)))
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """As infra.config.tools.overrides.nearest, which imports the configuration."""
-    import difflib
-
-    found = difflib.get_close_matches(name, known, n=1)
-    return f"; the nearest is {found[0]}" if found else ""
 
 
 def said(error: ValueError) -> str:
