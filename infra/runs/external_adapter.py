@@ -15,6 +15,7 @@ from infra.store.layout import RunFolder, adapter_folder, run_folder
 
 PLAIN = {"bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "modules_to_save": None}
 """What a PEFT adapter must say, or leave unsaid, to be a plain LoRA."""
+NEEDED = f"give the folder of a LoRA adapter as PEFT saves it, with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
 UNUSABLE = (
     "layer_replication",
     "lora_bias",
@@ -32,7 +33,7 @@ def peft_problem(folder: Path) -> str | None:
     """Why a folder is no plain LoRA adapter that can be served and merged here; None if it is one."""
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
-            return f"{folder} has no {name}"
+            return f"{folder} {f'has no {name}' if folder.is_dir() else 'is no folder on this machine'}: {NEEDED}"
     about = read_json(folder / ADAPTER_CONFIG)
     if about.get("peft_type") != "LORA":
         return f"{folder} holds {about.get('peft_type')!r}, only 'LORA' can be used"
