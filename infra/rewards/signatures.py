@@ -33,7 +33,7 @@ TRL_COMPLETION_IDS = "completion_ids"
 OF_TRAINER = {"trainer_state": None, "log_extra": lambda *args: None, "log_metric": lambda *args: None}
 """What TRL passes from its trainer: there is none here."""
 OF_EVERY_CALL = ("prompts", "completions", "question", "answer", TRL_COMPLETION_IDS, *OF_TRAINER)
-"""What a reward of TRL's form may take whatever columns the rows have."""
+"""What a reward of TRL's form may take of any data set."""
 Fields = dict[str, Any]
 """Of a sample, by NAMES."""
 Kind = Literal["sample", "batch", "trl", "verl"]

@@ -79,22 +79,18 @@ def check_there(config: RewardConfig, data: DataConfig) -> None:
     """
     for function in config.called:
         if function.name == by_model.RUBRIC and rubric.takes_answer(rubric.text_of(config.judge)):
-            _check_answered("reward.judge.rubric uses {answer}", "use {row[COLUMN]}", data, None)
+            _check_answered("reward.judge.rubric uses {answer}", "use {row[COLUMN]}", data)
         elif function.name not in NAMES:
             form = client.form_of(config, function, source_digest(function.name))
             _check_columns(function.name, form, data)
             if form.needs_answer:
-                parameter = ANSWER[form.kind]
-                _check_answered(
-                    f"reward {function.name!r} takes {parameter!r}",
-                    f"give the parameter a default, such as {parameter}=''",
-                    data,
-                    form,
-                )
+                who, default = f"reward {function.name!r} takes {ANSWER[form.kind]!r}", f"{ANSWER[form.kind]}=''"
+                in_row = form.kind == "verl"  # which looks there first
+                _check_answered(who, f"give the parameter a default, such as {default}", data, in_row=in_row)
 
 
-def _check_answered(who: str, else_do: str, data: DataConfig, form: Form | None) -> None:
-    in_row = form is not None and form.kind == "verl"  # which looks there first
+def _check_answered(who: str, else_do: str, data: DataConfig, *, in_row: bool = False) -> None:
+    """in_row: Whether an answer may also be a row's reward_model."""
     for source in data.parts or (data,):
         rows = dataset.rows(source)
         if not any(row.answer or (in_row and row.columns.get("reward_model")) for row in rows):
