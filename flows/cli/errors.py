@@ -58,10 +58,10 @@ def said(error: ValueError) -> str:
     return str(error)
 
 
-def is_expected(error: RuntimeError) -> bool:
+def is_expected(error: RuntimeError | OSError) -> bool:
     """Work that failed and says all in its message: what else is raised is a mistake of ours, and shows its traceback."""
     from infra.processes.children import ProgramFailed
 
     if isinstance(error, ProgramFailed):
         return True
-    return type(error).__name__ in {"VariantsFailed", "ReplayDiffers"}
+    return type(error).__name__ in {"VariantsFailed", "ReplayDiffers", "RemoteError"}

@@ -73,7 +73,8 @@ def fetch(url: str) -> str:
         RemoteError: where the store does not answer.
     """
     open_workspace()
-    address, _, run = url.rstrip("/").rpartition("/")
+    address, slash, run = url.rstrip("/").rpartition("/")
+    address = address or slash or "."
     remote = Remote(address)
     names = _part_names(remote, run) if RUN_NAME.fullmatch(run) else []
     if BEGINNING not in names and not (RUN_NAME.fullmatch(run) and remote.names(f"{run}/{FOLDER}")):

@@ -22,12 +22,14 @@ def data(*, rows: Rows = 5, chosen: Chosen) -> None:
     from infra.data import dataset, prompts
     from infra.data.summary import summary_of
     from infra.models import base_model
+    from infra.store.files import open_workspace
     from tasks import rewards
     from tasks.rewards.own_answers import check_there, rewards_of_own_answers
 
     if rows < 0:
         raise ValueError(f"--rows {rows} is no number of prompts: give 0 or more")
     config, _ = chosen.run("arithmetic")
+    open_workspace()  # which may get a model
     reward = config.reward.title
     rewards.check(config.reward)
     dataset.rows(config.training)
