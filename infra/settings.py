@@ -245,7 +245,7 @@ def settings() -> Settings:
     """The settings of this process, read once: a process works in one workspace.
 
     Raises:
-        ValueError: for a variable that does not fit, or whose name is none of ours; names it, and shows no value.
+        ValueError: for a variable that does not fit, or whose name is none of ours; names it, and shows no value but the workspace.
     """
     try:
         loaded = Settings()
@@ -256,7 +256,10 @@ def settings() -> Settings:
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and not name.startswith(NO_SETTINGS):
             _check_known(name)
-    return loaded.model_copy(update={"workspace": loaded.workspace.expanduser().absolute()})
+    workspace = loaded.workspace.expanduser().absolute()
+    if workspace.exists() and not workspace.is_dir():
+        raise ValueError(f"RATCHET_WORKSPACE: {workspace} is a file: name a folder, or one that is to be made")
+    return loaded.model_copy(update={"workspace": workspace})
 
 
 def _said_of(finding: "ErrorDetails") -> str:

@@ -38,7 +38,7 @@ def run(words: Sequence[str]) -> None:
         end(errors.line_of(error), WRONG_INPUT)
     except ValueError as error:
         end(errors.said(error), WRONG_INPUT)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         if not errors.is_expected(error):
             raise
         end(str(error), FAILED)

@@ -6,6 +6,8 @@ from cyclopts.exceptions import CoercionError, MissingArgumentError
 
 def line_of(error: CycloptsError) -> str:
     """What was wrong with the words of a command line."""
+    from infra.config.tools.overrides import nearest
+
     command = " ".join(["ratchet", *(error.command_chain or ())])
     match error:
         case UnknownOptionError():
@@ -45,14 +47,6 @@ def kind(error: CoercionError) -> str:
     return names.get(error.target_type or object, str(getattr(error.target_type, "__name__", error.target_type)))
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """As infra.config.tools.overrides.nearest, which imports the configuration."""
-    import difflib
-
-    found = difflib.get_close_matches(name, known, n=1)
-    return f"; the nearest is {found[0]}" if found else ""
-
-
 def said(error: ValueError) -> str:
     """What a wrong value is said to be; of pydantic's findings all, in one line."""
     from pydantic import ValidationError
@@ -64,10 +58,10 @@ def said(error: ValueError) -> str:
     return str(error)
 
 
-def is_expected(error: RuntimeError) -> bool:
+def is_expected(error: RuntimeError | OSError) -> bool:
     """Work that failed and says all in its message: what else is raised is a mistake of ours, and shows its traceback."""
     from infra.processes.children import ProgramFailed
 
     if isinstance(error, ProgramFailed):
         return True
-    return type(error).__name__ in {"VariantsFailed", "ReplayDiffers"}
+    return type(error).__name__ in {"VariantsFailed", "ReplayDiffers", "RemoteError"}

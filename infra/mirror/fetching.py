@@ -36,9 +36,11 @@ def stored_runs(url: str) -> list[StoredRun]:
     """The runs of a store, in alphabetical order.
 
     Raises:
-        ValueError: for an address that cannot be used; RemoteError for one that does not answer.
+        ValueError: for an address that cannot be used, or a folder that does not exist; RemoteError for one that does not answer.
     """
     remote = Remote(url)
+    if remote.protocol == "file" and not Path(remote.root).is_dir():  # an object store has no empty folders that could be missing
+        raise ValueError(f"store {url} does not exist: give a folder that is there, or s3://BUCKET/FOLDER, gs:// or az://")
     return [
         _stored(remote, name) for name in remote.names("") if remote.names(f"{name}/{INDEX}") or remote.names(f"{name}/{FOLDER}")
     ]
@@ -71,7 +73,8 @@ def fetch(url: str) -> str:
         RemoteError: where the store does not answer.
     """
     open_workspace()
-    address, _, run = url.rstrip("/").rpartition("/")
+    address, slash, run = url.rstrip("/").rpartition("/")
+    address = address or slash or "."
     remote = Remote(address)
     names = _part_names(remote, run) if RUN_NAME.fullmatch(run) else []
     if BEGINNING not in names and not (RUN_NAME.fullmatch(run) and remote.names(f"{run}/{FOLDER}")):

@@ -156,7 +156,7 @@ class Remote:
                 return []
             return sorted(name for path in listed if not (name := path.rstrip("/").rpartition("/")[2]).endswith(".partial"))
 
-        return self._asked(f"list {folder}", found)
+        return self._asked(f"list {folder or 'its runs'}", found)
 
     def num_bytes(self, name: str) -> int | None:
         """Size of an object; None where there is none."""

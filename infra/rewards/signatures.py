@@ -32,9 +32,14 @@ VERL = ("solution_str", "ground_truth")
 TRL_COMPLETION_IDS = "completion_ids"
 OF_TRAINER = {"trainer_state": None, "log_extra": lambda *args: None, "log_metric": lambda *args: None}
 """What TRL passes from its trainer: there is none here."""
+OF_EVERY_CALL = ("prompts", "completions", "question", "answer", TRL_COMPLETION_IDS, *OF_TRAINER)
+"""What a reward of TRL's form may take of any data set."""
 Fields = dict[str, Any]
 """Of a sample, by NAMES."""
 Kind = Literal["sample", "batch", "trl", "verl"]
+
+ANSWER: dict[Kind, str] = {"sample": "answer", "batch": "answers", "trl": "answer", "verl": "ground_truth"}
+"""The parameter with the row's answer, by form."""
 
 
 class Form(NamedTuple):
@@ -44,12 +49,24 @@ class Form(NamedTuple):
     """Of NAMES: what a sample must hold."""
     named: tuple[str, ...]
     """The function's parameters."""
+    required: tuple[str, ...]
+    """Those without a default."""
     has_columns: bool
     """Whether it takes **columns."""
 
     @property
     def is_batch(self) -> bool:
         return self.kind in ("batch", "trl")
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether it takes the row's answer, and has no default for it."""
+        return ANSWER[self.kind] in self.required
+
+    @property
+    def needs_columns(self) -> list[str]:
+        """Columns that every row must have: of TRL's form all parameters but what a trainer gives and what every row has."""
+        return [each for each in self.required if self.kind == "trl" and each not in OF_EVERY_CALL]
 
 
 def form_of(name: str, function: Callable[..., Any]) -> Form:
@@ -71,7 +88,7 @@ def form_of(name: str, function: Callable[..., Any]) -> Form:
             "or be written as for TRL or verl"
         )
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004  # its kind
-    return Form(kind, is_async, takes, tuple(named), has_columns)
+    return Form(kind, is_async, takes, tuple(named), tuple(required), has_columns)
 
 
 def _kind_of(named: Sequence[str], has_columns: bool) -> Kind:

@@ -15,6 +15,7 @@ from infra.store.layout import RunFolder, adapter_folder, run_folder
 
 PLAIN = {"bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "modules_to_save": None}
 """What a PEFT adapter must say, or leave unsaid, to be a plain LoRA."""
+NEEDED = f"give the folder of a LoRA adapter as PEFT saves it, with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
 UNUSABLE = (
     "layer_replication",
     "lora_bias",
@@ -32,8 +33,10 @@ def peft_problem(folder: Path) -> str | None:
     """Why a folder is no plain LoRA adapter that can be served and merged here; None if it is one."""
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
-            return f"{folder} has no {name}"
+            return f"{folder} {f'has no {name}' if folder.is_dir() else 'is no folder on this machine'}: {NEEDED}"
     about = read_json(folder / ADAPTER_CONFIG)
+    if not isinstance(about, dict):
+        return f"{folder / ADAPTER_CONFIG} holds no JSON object: {NEEDED}"
     if about.get("peft_type") != "LORA":
         return f"{folder} holds {about.get('peft_type')!r}, only 'LORA' can be used"
     for field, plain in PLAIN.items():
@@ -47,6 +50,9 @@ def peft_problem(folder: Path) -> str | None:
     for field in ("rank_pattern", "alpha_pattern"):
         if about.get(field):
             return f"{folder}: {field} {about[field]!r} cannot be used, all targets must be alike"
+    for field in ("r", "lora_alpha"):
+        if not isinstance(value := about.get(field), int | float) or value <= 0:
+            return f"{folder}: {field} {value!r} must be a number above 0"
     targets = about.get("target_modules")
     if not isinstance(targets, list) or not targets or set(targets) - set(ALL_LINEAR):
         return f"{folder}: target_modules {targets!r} must be a list of {', '.join(ALL_LINEAR)}"

@@ -1,4 +1,4 @@
-"""Check that a data set's own answers are correct according to the chosen reward."""
+"""Check that a data set has the answers that the chosen reward takes, and that they are correct according to it."""
 
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -10,10 +10,12 @@ from infra.data.prompts import Prompt
 from infra.failures import RewardFailed
 from infra.rewards import built_in, client
 from infra.rewards.built_in import gsm8k
+from infra.rewards.judges import rubric
 from infra.rewards.outcome import Outcome
 from infra.rewards.scores import fields_of
+from infra.rewards.signatures import ANSWER, Form
 from infra.store.samples import Sample
-from tasks.rewards import BUILT_IN, source_digest
+from tasks.rewards import BUILT_IN, NAMES, by_model, source_digest
 from tasks.rewards.apply import called, combined
 
 NUM_SHOWN = 3
@@ -67,6 +69,44 @@ def check_data_set(name: str, config: DataConfig) -> None:
     """Check all training rows. Raises ValueError as check_own_answers does."""
     rows = dataset.rows(config)
     check_own_answers(name, config.source, ((number, rows[number]) for number in dataset.part_rows(config)))
+
+
+def check_there(config: RewardConfig, data: DataConfig) -> None:
+    """Check that what a user's own reward or a rubric takes of the rows is there: answers in each source, and columns of TRL's form.
+
+    Raises:
+        ValueError: for a source of which no row has an answer, or a column that none has; names the columns that there are.
+    """
+    for function in config.called:
+        if function.name == by_model.RUBRIC and rubric.takes_answer(rubric.text_of(config.judge)):
+            _check_answered("reward.judge.rubric uses {answer}", "use {row[COLUMN]}", data)
+        elif function.name not in NAMES:
+            form = client.form_of(config, function, source_digest(function.name))
+            _check_columns(function.name, form, data)
+            if form.needs_answer:
+                who, default = f"reward {function.name!r} takes {ANSWER[form.kind]!r}", f"{ANSWER[form.kind]}=''"
+                in_row = form.kind == "verl"  # which looks there first
+                _check_answered(who, f"give the parameter a default, such as {default}", data, in_row=in_row)
+
+
+def _check_answered(who: str, else_do: str, data: DataConfig, *, in_row: bool = False) -> None:
+    """in_row: Whether an answer may also be a row's reward_model."""
+    for source in data.parts or (data,):
+        rows = dataset.rows(source)
+        if not any(row.answer or (in_row and row.columns.get("reward_model")) for row in rows):
+            raise ValueError(
+                f"{who}, and none of the {len(rows)} rows of data set {source.source!r} has an answer: name their column with "
+                f"data.answer_column (there are {', '.join(rows[0].columns)}), or {else_do}"
+            )
+
+
+def _check_columns(name: str, form: Form, data: DataConfig) -> None:
+    if needed := form.needs_columns:
+        there = dict.fromkeys(column for row in dataset.rows(data) for column in row.columns)
+        if missing := [each for each in needed if each not in there]:
+            raise ValueError(
+                f"reward {name!r} takes {missing[0]!r}, and data set {data.source!r} has no such column; it has {', '.join(there)}"
+            )
 
 
 def check_own_answers(name: str, source: str, rows: Iterable[tuple[int, Row]]) -> None:

@@ -64,6 +64,8 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
         if "draw_prompts" in tasks:
             for function in () if config.played else config.reward.called:
                 own_answers.check_data_set(function.name, config.training)
+            if config.played is None:
+                own_answers.check_there(config.reward, config.training)
             by_model.check_columns(config.reward, config.data.source, list(dataset.rows(config.training)[0].columns))
         folder = base_model.locate(config.model)
     base_model.check_supported(folder)
@@ -275,6 +277,8 @@ def _check_set(config: RunConfig, eval_config: EvalConfig) -> None:
         judge_adapter.check(config, eval_config.reward)
     for function in () if eval_config.environment else eval_config.reward.called:
         check_own_answers(function.name, eval_config.data.source, rows)
+    if eval_config.environment is None:
+        own_answers.check_there(eval_config.reward, eval_config.data)
     if overlapping := num_overlapping(asked, eval_config.data, config.training):
         log.warning(
             "%d of the %d held-out questions%s are in the training set too: pass@1 will say too much (evaluation.split %r, data.split %r)",

@@ -50,7 +50,7 @@ def test_auto_is_the_configuration_of_the_run_that_is_named(mine: None) -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"preset": "arithmetik"}, "preset 'arithmetik' is unknown; the nearest is arithmetic; known are arithmetic, arithmetic-gpu"),
-    ({"name": "my run"}, "name = 'my run': run name 'my run' must be 1 to 80 letters"),
+    ({"name": "my run"}, "name: run name 'my run' must be 1 to 80 letters"),
     ({"num_steps": -1}, "num_steps = -1: Input should be greater than or equal to 1"),
     (
         {"config": {"trainer": {"lerning_rate": 1}}},

@@ -254,6 +254,18 @@ def test_an_engine_that_is_not_installed_is_refused(config: RunConfig, monkeypat
     assert refusal_of(config.but(engine=EngineConfig())).startswith("SGLang's interpreter /nowhere/python does not exist: run ")
 
 
+def test_a_reward_of_ones_own_without_answers_is_refused_before_the_run_and_before_evaluations(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    (reward := tmp_path / "mine.py").write_text("def score(*, completion, answer): return 0.0\n")
+    (data := tmp_path / "data.jsonl").write_text('{"question": "1?", "solution": "1"}\n{"question": "2?", "solution": "2"}\n')
+    without, own = DataConfig(source=str(data), allow_repeats=True), RewardConfig(name=f"{reward}:score", workers=1)
+    assert "takes 'answer', and none of the 2 rows of data set " in refusal_of(config.but(reward=own, data=without))
+    asked = config.but(reward=own, evaluation={"every": 1, "sets": [{"name": "held", "data": {"source": str(data)}}]})
+    with pytest.raises(ValueError, match=r"^evaluation set 'held': reward .* takes 'answer', and none of the 2 rows"):
+        check_evaluation(asked)
+
+
 def lines_of(path: Path, questions: Sequence[str]) -> DataConfig:
     path.write_text("".join(json.dumps({"question": question, "answer": "#### 1"}) + "\n" for question in questions))
     return DataConfig(source=str(path))

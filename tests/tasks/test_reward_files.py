@@ -1,5 +1,6 @@
 """Rewards in a user's file: imported from anywhere, never mixed up, digested with what they import, refused in one line."""
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,11 +8,12 @@ from pathlib import Path
 import orjson
 import pytest
 
-from infra.config import RewardConfig
+from infra.config import DataConfig, RewardConfig
 from infra.rewards import client
 from infra.rewards.outcome import Outcome
 from infra.store import code_digest
 from tasks import rewards
+from tasks.rewards.own_answers import check_there
 
 REWARD = "def score(*, question, completion, answer):\n    return {}\n"
 
@@ -190,3 +192,80 @@ def test_a_reward_gets_the_variables_that_are_named_and_no_others(tmp_path: Path
         rewards.check(RewardConfig(name=f"{tmp_path}/mine.py:score", environment=("NO_SUCH",)))
     with pytest.raises(ValueError, match="give names alone"):
         RewardConfig(environment=("MY_KEY=four",))
+
+
+NO_ANSWERS = '{"question": "1 + 1?", "solution": "2"}\n'
+ANSWERS = '{"question": "1 + 1?", "answer": "2"}\n'
+NO_ONE_HAS_AN_ANSWER = "and none of the 1 rows of data set '{data}' has an answer: name their column with data.answer_column "
+
+
+def refused(tmp_path: Path, code: str, lines: str, **fields: str) -> str | None:
+    """What is said of a data set and the function of a reward file. None: nothing."""
+    (tmp_path / "mine.py").write_text(code)
+    (data := tmp_path / f"data-{len(lines)}.jsonl").write_text(lines)  # rows of a file are read once
+    try:
+        config = RewardConfig(name=f"{tmp_path}/mine.py:score", workers=1)
+        check_there(config, DataConfig(source=str(data), **fields))  # type: ignore[arg-type]
+    except ValueError as error:
+        return str(error).replace(str(data), "{data}")
+    return None
+
+
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        ("*, completion, answer", "answer"),
+        ("*, completions, answers", "answers"),
+        ("prompts, completions, answer, **columns", "answer"),
+        ("data_source, solution_str, ground_truth, extra_info=None", "ground_truth"),
+    ],
+)
+def test_a_reward_that_takes_answers_is_refused_where_no_row_has_one(tmp_path: Path, parameters: str, named: str) -> None:
+    """They would be empty texts, and every sample would be judged by them."""
+    code = f"def score({parameters}): return 0.0\n"
+    said = refused(tmp_path, code, NO_ANSWERS)
+    assert said and f"mine.py:score' takes '{named}', {NO_ONE_HAS_AN_ANSWER}(there are question, solution)" in said
+    assert said.endswith(f", or give the parameter a default, such as {named}=''")
+    assert refused(tmp_path, code, NO_ANSWERS, answer_column="solution") is None
+    assert refused(tmp_path, code, ANSWERS) is None
+
+
+def test_a_reward_that_can_do_without_answers_needs_none(tmp_path: Path) -> None:
+    for parameters in ("*, completion", "*, completion, answer=''", "*, completion, **columns", "*, completion, row"):
+        assert refused(tmp_path, f"def score({parameters}): return 0.0\n", NO_ANSWERS) is None, parameters
+
+
+def test_a_reward_in_verl_s_form_may_find_the_truth_in_the_row(tmp_path: Path) -> None:
+    row = '{"question": "1 + 1?", "reward_model": {"ground_truth": "2"}}\n'
+    assert refused(tmp_path, "def score(solution_str, ground_truth): return 0.0\n", row) is None
+
+
+def test_each_of_several_sources_needs_answers(tmp_path: Path) -> None:
+    for name, lines in {"with": ANSWERS, "without": NO_ANSWERS}.items():
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    (tmp_path / "mine.py").write_text("def score(*, answer): return 0.0\n")
+    data = DataConfig(sources=(f"{tmp_path}/with.jsonl", f"{tmp_path}/without.jsonl"))
+    with pytest.raises(
+        ValueError, match=r"takes 'answer', and none of the 1 rows of data set '[^']*/without.jsonl' has an answer"
+    ):
+        check_there(RewardConfig(name=f"{tmp_path}/mine.py:score", workers=1), data)
+
+
+def test_a_column_that_a_reward_of_trl_s_form_takes_has_to_be_there(tmp_path: Path) -> None:
+    code = "def score(prompts, completions, level, trainer_state, easy=None, **columns): return [0.0]\n"
+    assert refused(tmp_path, code, ANSWERS) == (
+        f"reward '{tmp_path}/mine.py:score' takes 'level', and data set '{{data}}' has no such column; it has question, answer"
+    )
+    assert refused(tmp_path, code, ANSWERS.replace("}", ', "level": 3}')) is None
+
+
+def test_a_rubric_that_uses_answers_is_refused_where_no_row_has_one(tmp_path: Path) -> None:
+    (data := tmp_path / "data.jsonl").write_text(NO_ANSWERS)
+    judge = {"base_url": "http://127.0.0.1:1", "model": "m", "rubric": "{completion} or {answer}?"}
+    config = RewardConfig.model_validate({"name": "rubric", "judge": judge})
+    message = f"reward.judge.rubric uses {{answer}}, {NO_ONE_HAS_AN_ANSWER}".replace("{data}", str(data))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_there(config, DataConfig(source=str(data)))
+    check_there(config, DataConfig(source=str(data), answer_column="solution"))
+    judge["rubric"] = "{completion} {{answer}} {row[solution]}"
+    check_there(RewardConfig.model_validate({"name": "rubric", "judge": judge}), DataConfig(source=str(data)))

@@ -22,15 +22,19 @@ def data(*, rows: Rows = 5, chosen: Chosen) -> None:
     from infra.data import dataset, prompts
     from infra.data.summary import summary_of
     from infra.models import base_model
+    from infra.store.files import open_workspace
     from tasks import rewards
-    from tasks.rewards.own_answers import rewards_of_own_answers
+    from tasks.rewards.own_answers import check_there, rewards_of_own_answers
 
     if rows < 0:
         raise ValueError(f"--rows {rows} is no number of prompts: give 0 or more")
     config, _ = chosen.run("arithmetic")
+    open_workspace()  # which may get a model
     reward = config.reward.title
     rewards.check(config.reward)
     dataset.rows(config.training)
+    if config.played is None:
+        check_there(config.reward, config.training)
     folder = base_model.locate(config.model)  # which may make it or download it: after what is quick to refuse
     found = summary_of(config, folder)
     shown = prompts.draw(config.training, folder, step=0, seed=config.seed)[:rows]

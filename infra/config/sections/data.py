@@ -45,7 +45,7 @@ class DataConfig(ConfigBase):
     reward_model), of TRL (prompt) and a column `messages` are recognised; `ratchet data` says which."""
     answer_column: str = "answer"
     """Column of the answers: text, or an integer, a float or a bool, which the reward gets as JSON writes it (42, 0.5, true). A data set may have
-    none, for rewards that need none; of verl's layout it is reward_model.ground_truth."""
+    none, for rewards that take none or have a default for it; of verl's layout it is reward_model.ground_truth."""
     messages_column: str | None = None
     """Column of lists of chat messages (role, content), in place of question_column. None: as question_column says."""
     tools_column: str = "tools"

@@ -131,8 +131,8 @@ class TrainerConfig(ConfigBase):
     loss: LossConfig = LossConfig()
     num_minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per RL step: the batch is cut between groups into num_minibatches parts (fewer where it has fewer groups)."""
-    learning_rate: float = Field(default=2e-4, gt=0)
-    """Learning rate of AdamW after the warm-up."""
+    learning_rate: float = Field(default=2e-4, gt=0, le=1)
+    """Learning rate of AdamW after the warm-up; for LoRA 1e-5 to 1e-3 is usual. Range (0, 1]."""
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
     """After the warm-up: constant, or along a cosine to min_lr_ratio x learning_rate at optimizer step num_schedule_steps."""
     lr_warmup_steps: int = Field(default=0, ge=0)

@@ -3,7 +3,7 @@
 import difflib
 import json
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,14 +107,36 @@ def one_line(error: ValidationError) -> str:
         elif finding["type"] in ("tuple_type", "list_type", "dict_type") and str(value).startswith(("[", "{")):
             found.append(f"{place} = {value!r}: this is no valid JSON")
         else:
-            found.append(f"{place} = {value!r}: {message}" if place and not isinstance(value, dict) else message)
+            found.append(_said(place, value, message))
     return "; ".join(found)
 
 
+def _said(place: str, value: object, message: str) -> str:
+    """Name the place of a wrong value, and the value unless the message does; a section's message says both."""
+    if not place or isinstance(value, dict):
+        return message
+    is_named = isinstance(value, str) and repr(value) in message
+    return f"{place}: {message}" if is_named else f"{place} = {value!r}: {message}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Words that name the known one which is most like a name; empty where none is like it."""
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f"; the nearest is {found[0]}" if found else ""
+    """Words that name the known one which is most like a name; empty where none is like it. What is in the same section comes first."""
+    names = list(known)
+    section, dot, rest = name.partition(".")
+    inside = [each.removeprefix(section + dot) for each in names if dot and each.startswith(section + dot)]
+    near = _closest(rest, inside)
+    found = section + dot + near if near else _closest(name, names)
+    return f"; the nearest is {found}" if found else ""
+
+
+def _closest(name: str, known: Sequence[str]) -> str:
+    """Of those that have its last word, or of which it is the initials, such as lr of learning_rate; else of all that are spelt like it."""
+    last = name.lstrip("-").rpartition(".")[2]
+    words = {each: each.lstrip("-").split(".") for each in known}
+    same = [each for each in known if last in words[each]]
+    same = same or [each for each in known if len(last) > 1 and last == "".join(part[:1] for part in words[each][-1].split("_"))]
+    found = difflib.get_close_matches(name, same or known, n=1, cutoff=0 if same else 0.6)
+    return found[0] if found else ""
 
 
 def _set(content: dict[str, Any], field: str, value: Any) -> None:

@@ -83,17 +83,26 @@ def row_of(values: dict[str, object], layout: Layout, config: DataConfig) -> Row
     """Read a row.
 
     Raises:
-        ValueError: for a value that is missing, or is no prompt or no answer.
+        ValueError: for a value that is missing, or is no prompt or no answer, and for an empty question.
     """
     columns = {name: _column(value, name) for name, value in values.items()}
     messages.check_no_images(columns)
     answer = _answer(values, layout)
     if layout.prompt_column is None:
         return Row(json.dumps(columns, ensure_ascii=False), answer, columns)
-    value = columns.get(layout.prompt_column)
+    row = _row(columns, answer, layout.prompt_column, config)
+    if not row.question.strip() and not config.template_file:  # which may make the prompt of other columns
+        raise ValueError(
+            f"its question (column {layout.prompt_column!r}) is empty: give it a text, or take the row out of the data set"
+        )
+    return row
+
+
+def _row(columns: dict[str, JSON], answer: str, prompt_column: str, config: DataConfig) -> Row:
+    value = columns.get(prompt_column)
     if not isinstance(value, list):
-        return Row(_question_text(value, layout.prompt_column), answer, columns)
-    chat = messages.chat_of(value, layout.prompt_column, columns.get(config.tools_column))
+        return Row(_question_text(value, prompt_column), answer, columns)
+    chat = messages.chat_of(value, prompt_column, columns.get(config.tools_column))
     if chat.is_continued and config.assistant_turn == "answer":
         chat, last = messages.without_last_turn(chat)
         answer = answer or last

@@ -51,6 +51,11 @@ def check(template: str) -> set[str]:
     return columns
 
 
+def takes_answer(template: str) -> bool:
+    """Whether a template has the row's answer in it."""
+    return any(place.group(1) == "answer" for place in PLACE.finditer(template))
+
+
 def filled(template: str, sample: Fields) -> str:
     """Fill a template with a sample. Raises ValueError for a column that the row lacks."""
 

@@ -221,18 +221,15 @@ def test_a_run_that_cannot_start_says_why_without_the_configuration_table(worksp
         ("run", "RATCHET_ENGINE_PRT", "1", "RATCHET_ENGINE_PRT is no setting of ours; the nearest is RATCHET_ENGINE_PORT,"),
         ("run", "RATCHET_ENGINE_PORT", "abc", "RATCHET_ENGINE_PORT: Input should be a valid integer"),
         ("run", "RATCHET_MLFLOW_URI", "http://me:hunter2@host", "RATCHET_MLFLOW_URI holds a password or a token"),
-        (
-            "run",
-            "RATCHET_WORKSPACE",
-            "/proc/version",
-            "workspace /proc/version cannot be used: File exists; set RATCHET_WORKSPACE to",
-        ),
+        ("run", "RATCHET_WORKSPACE", "/proc/version", "RATCHET_WORKSPACE: /proc/version is a file: name a folder, or one that"),
+        ("status", "RATCHET_WORKSPACE", "/proc/version", "RATCHET_WORKSPACE: /proc/version is a file: "),
+        ("data", "RATCHET_WORKSPACE", "/proc/here", "workspace /proc/here cannot be used: No such file"),
         ("run", "RATCHET_WORKSPACE", "/proc/here", "workspace /proc/here cannot be used: No such file"),
         ("run", "RATCHET_WORKSPACE", "/proc/self", "workspace /proc/self cannot be used: no permission to write there"),
         ("quickstart", "RATCHET_ENGINE_PRT", "1", "RATCHET_ENGINE_PRT is no setting of ours; the nearest is "),
-        ("quickstart", "RATCHET_WORKSPACE", "/proc/version", "workspace /proc/version cannot be used: File exists; "),
+        ("quickstart", "RATCHET_WORKSPACE", "/proc/version", "RATCHET_WORKSPACE: /proc/version is a file: "),
         ("runs", "RATCHET_ENGINE_PRT", "1", "RATCHET_ENGINE_PRT is no setting of ours; the nearest is "),
-        ("upload", "RATCHET_WORKSPACE", "/proc/version", "workspace /proc/version cannot be used: File exists; "),
+        ("upload", "RATCHET_WORKSPACE", "/proc/version", "RATCHET_WORKSPACE: /proc/version is a file: "),
     ],
 )
 def test_a_variable_that_does_not_fit_is_one_line(program: str, name: str, value: str, message: str) -> None:

@@ -277,3 +277,17 @@ def test_a_store_whose_package_is_not_installed_is_refused_with_its_name(tmp_pat
     refused(command(tmp_path / "w", "run", "--preset", "smoke", RATCHET_STORE_URL=google), line(google, "gcsfs"))
     refused(command(tmp_path / "w", "runs", "--store", azure), line(azure, "adlfs"))
     assert not list(tmp_path.rglob("steps"))
+
+
+def test_a_store_that_refuses_is_one_line_and_no_wrong_input(workspace: Path) -> None:
+    """No keys: the library finds none before it asks anyone."""
+    keys = {"AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null", "AWS_EC2_METADATA_DISABLED": "true"}
+    done = command(workspace, "runs", "--store", "s3://bucket/runs", **keys)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert done.stderr.startswith("error: s3://bucket/runs cannot list its runs: NoCredentialsError: "), done.stderr
+
+
+def test_a_store_s_folder_that_is_not_there_is_wrong_input(workspace: Path) -> None:
+    refused(
+        command(workspace, "runs", "--store", f"{workspace}/nowhere"), f"store {workspace}/nowhere does not exist: give a folder"
+    )

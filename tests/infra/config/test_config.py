@@ -54,6 +54,7 @@ def refusal_of(content: dict[str, Any]) -> str:
         ({"sampling": {"temperature": 0}}, "sampling.temperature = 0: "),
         ({"sampling": {"temperature": float("nan")}}, "sampling.temperature = nan: "),
         ({"trainer": {"learning_rate": 0}}, "trainer.learning_rate = 0: "),
+        ({"trainer": {"learning_rate": 3}}, "trainer.learning_rate = 3: "),
         ({"trainer": {"learning_rate": float("inf")}}, "trainer.learning_rate = inf: "),
         ({"trainer": {"loss": {"clip_low": 1.5}}}, "trainer.loss.clip_low = 1.5: "),
         (

@@ -63,6 +63,14 @@ def test_changes_that_only_fit_together_may_come_in_any_order() -> None:
             "field 'trianer' does not exist; the nearest is trainer.lora.rank; known there: name, model, seed, num_steps, data, ",
         ),
         ("learning_rate=1", "field 'learning_rate' does not exist; the nearest is trainer.learning_rate; known there: name, "),
+        ("trainer.lr=1", "field 'trainer.lr' does not exist; the nearest is trainer.learning_rate; known there: lora, "),
+        ("lr=1", "field 'lr' does not exist; the nearest is trainer.learning_rate; known there: name, "),
+        ("trainer.rank=1", "field 'trainer.rank' does not exist; the nearest is trainer.lora.rank; known there: lora, "),
+        ("trainer.kl=1", "field 'trainer.kl' does not exist; the nearest is trainer.loss.kl."),
+        (
+            "sampling.max_tokens=1",
+            "field 'sampling.max_tokens' does not exist; the nearest is sampling.max_output_tokens; known there: ",
+        ),
         ("seed.low=4", "field 'seed.low' does not exist; the nearest is seed; known there: nothing"),
         ("=4", "field '' does not exist"),
         ("seed", "'seed' is no FIELD=VALUE"),
@@ -87,6 +95,11 @@ def test_values_that_do_not_fit_are_all_named_in_one_line() -> None:
     message = refusal_of("sampling.group_size=none", "trainer.lora.rank=0")
     assert "sampling.group_size = 'none': " in message
     assert "trainer.lora.rank = 0: " in message
+
+
+def test_a_value_is_said_once() -> None:
+    assert refusal_of("name=a/b").startswith("name: run name 'a/b' must be 1 to 80 letters")
+    assert refusal_of("name=a/b").count("a/b") == 1
 
 
 @pytest.mark.parametrize(

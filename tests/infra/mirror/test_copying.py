@@ -360,6 +360,8 @@ def test_a_folder_is_a_store_too(workspace: Path, tmp_path: Path, monkeypatch: p
     assert waiting(RUN) == [] and copying.copied_adapters(RUN) is None, "no store is configured"
     with pytest.raises(ValueError, match="holds no run: `ratchet runs --store"):
         fetch(f"{url}/other")
+    with pytest.raises(ValueError, match=r"^other holds no run: `ratchet runs --store \.` lists"):
+        fetch("other")
 
 
 def test_a_store_that_does_not_answer_is_an_error_of_its_own(store: Any) -> None:

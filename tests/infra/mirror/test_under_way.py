@@ -107,6 +107,13 @@ def test_a_run_that_was_lost_in_its_first_step_is_continued_with_its_samples(
     assert RunFolder.of(RUN).config.read_bytes() == before and kept(0) == [0, 1]
 
 
+def test_a_folder_that_does_not_exist_is_no_store_without_runs(tmp_path: Path) -> None:
+    assert stored_runs(str(tmp_path)) == []
+    for url in (f"{tmp_path}/nowhere", f"file://{tmp_path}/nowhere"):
+        with pytest.raises(ValueError, match=f"^store {url} does not exist: give a folder that is there, or s3://"):
+            stored_runs(url)
+
+
 def test_a_later_copy_replaces_the_one_before_and_the_commit_removes_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal_of(2, 0, 1)
     assert copied() == 1

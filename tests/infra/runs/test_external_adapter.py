@@ -35,7 +35,19 @@ def test_a_plain_adapter_is_one(tmp_path: Path) -> None:
         ("init_lora_weights", "pissa_niter_16"),
         ("init_lora_weights", "olora"),
         ("target_modules", ["lm_head"]),
+        ("r", None),
+        ("r", 0),
+        ("lora_alpha", "16"),
     ],
 )
 def test_what_is_more_than_a_plain_adapter_is_refused_by_its_field(tmp_path: Path, field: str, value: object) -> None:
     assert f"{tmp_path}: {field} {value!r} " in (problem_with(tmp_path, **{field: value}) or "")
+
+
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
+    problem_with(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("[]")
+    problem = peft_problem(tmp_path)
+    assert problem and problem.startswith(
+        f"{tmp_path}/adapter_config.json holds no JSON object: give the folder of a LoRA adapter"
+    )

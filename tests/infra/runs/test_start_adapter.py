@@ -214,7 +214,13 @@ def test_a_folder_that_is_no_adapter_of_this_model_is_refused(
 def test_what_is_more_than_a_plain_lora_is_refused(config: RunConfig, adapter: Path, tmp_path: Path) -> None:
     copy = changed_copy(adapter, tmp_path / "sft", use_dora=True)
     assert refusal_of(started(config, copy)) == f"trainer.lora.start_from: {copy}: use_dora True cannot be used, only False"
-    assert refusal_of(started(config, tmp_path / "nowhere")).endswith("nowhere has no adapter_config.json")
+
+
+def test_a_folder_that_is_empty_or_not_there_is_said_with_what_is_needed(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    needed = "give the folder of a LoRA adapter as PEFT saves it, with adapter_config.json and adapter_model.safetensors"
+    for name, why in {"empty": "has no adapter_config.json", "nowhere": "is no folder on this machine"}.items():
+        assert refusal_of(started(config, tmp_path / name)) == f"trainer.lora.start_from: {tmp_path / name} {why}: {needed}"
 
 
 @pytest.fixture

@@ -185,7 +185,7 @@ def test_a_name_that_is_in_use_is_refused(manifest: Manifest, config: RunConfig)
     assert refusal_of(first="assemble", name="new") == "run 'new' exists already: give the new run another name"
     write_json(run_folder("new") / "steps/000001" / MANIFEST, {})
     assert "this replay is committed in it" in refusal_of(name="new")
-    assert refusal_of(name="no/name").startswith("name = 'no/name': run name 'no/name' must be")
+    assert refusal_of(name="no/name").startswith("name: run name 'no/name' must be")
     assert "cannot be set to 'other' as well" in refusal_of("name=other", name="third")
 
 

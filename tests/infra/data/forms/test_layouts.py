@@ -154,6 +154,31 @@ def test_a_column_of_images_is_refused_and_one_of_names_is_not(tmp_path: Path) -
     assert len(dataset.rows(named)) == 1
 
 
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"question": ""}, "question"),
+        ({"question": " \n"}, "question"),
+        ({"messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": " "}]}, "messages"),
+        ({"prompt": ""}, "prompt"),
+    ],
+)
+def test_an_empty_question_is_refused_with_its_row(tmp_path: Path, row: dict[str, Any], column: str) -> None:
+    (name,) = row
+    first = {name: CHAT if name == "messages" else "1 + 1?"}
+    config = jsonl(path := tmp_path / "train.jsonl", first, row)
+    assert refusal_of(config) == (
+        f"data file {path}, row 1 (from 0): its question (column {column!r}) is empty: give it a text, or take the row out of the data set"
+    )
+    (template := tmp_path / "of_other_columns.jinja").write_text("{{ row }}")
+    assert len(dataset.rows(config.but(template=str(template)))) == 2
+
+
+def test_empty_questions_can_be_filtered(tmp_path: Path) -> None:
+    config = jsonl(tmp_path / "train.jsonl", {"question": "1 + 1?"}, {"question": ""})
+    assert len(dataset.rows(config.but(filter=('question != ""',)))) == 1
+
+
 def test_rows_are_compared_by_what_is_said_and_not_by_the_system_prompt(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "Go on."}]
     others = [turns[0] | {"content": "3?"}, *turns[1:]]

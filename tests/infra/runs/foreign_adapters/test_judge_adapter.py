@@ -157,7 +157,7 @@ def test_a_folder_that_cannot_judge_is_refused_before_the_run(
 
 def test_the_checks_before_a_run_and_of_an_evaluation_set_look_at_it(workspace: Path, random_tiny: Path, adapter: Path) -> None:
     config = run_of(random_tiny, Path("/nowhere"), kind="scripted", max_context_tokens=512)
-    message = "reward.judge.adapter: /nowhere has no adapter_config.json"
+    message = "reward.judge.adapter: /nowhere is no folder on this machine: give the folder of a LoRA adapter"
     with pytest.raises(ValueError, match=message):
         check(config)
     of_a_set = config.but(
