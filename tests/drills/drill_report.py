@@ -73,6 +73,9 @@ def page(content: dict[str, Any], struck: Outcomes) -> str:
             outcome for outcome in struck if outcome["variant"] == "second judge"
         ],
         "Twins, two nodes of a Ray cluster": [outcome for outcome in struck if outcome["variant"] == "nodes"],
+        "Twins, one engine over two nodes of a Ray cluster": [
+            outcome for outcome in struck if outcome["variant"] == "engine over nodes"
+        ],
         "kill -9 of a random target at a random moment": [outcome for outcome in struck if outcome["target"] == "any"],
         "Everything real (SGLang, Megatron under torchrun, Prefect's server and worker, MLflow)": [
             outcome for outcome in struck if outcome["variant"] == "real"

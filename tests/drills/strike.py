@@ -26,6 +26,8 @@ def find(cell: Path, target: str) -> int | None:
         match target:
             case "engine":
                 found = "--enable-lora" in words and not _is_child_of_one(pid, "--model-path")
+            case "engine part":
+                found = "--node-rank" in words and words[words.index("--node-rank") + 1] == "1" and "--enable-lora" in words
             case "judge server":
                 is_server = "--model-path" in words and not _is_child_of_one(pid, "--model-path")
                 found = is_server and "--enable-lora" not in words

@@ -36,6 +36,8 @@ DIGIT_0 = 18
 """Token of `0` in the tiny models' tokenizer; the other digits follow. A judge answers with one of them."""
 num_generated = 0
 """Requests that were answered, as its metrics have it."""
+part: socket.socket | None = None
+"""To the second part of a server over two nodes, without which nothing is sampled."""
 adapters: dict[str, str] = {}
 """Name -> digest of the weights."""
 num_samples, num_judged, counting = 0, 0, threading.Lock()
@@ -85,6 +87,7 @@ def generate(body: dict[str, Any]) -> dict[str, Any]:
     values = [logprob(tokens + output[:n], served) for n in range(len(output))]
     if is_sample(body):
         is_ill, number = (judged(), 0) if is_of_judge(body) else sampled()
+        await_part()
         time.sleep(SLOW_S if points.ordered(ROLE) == "slow" else SECONDS_A_SAMPLE)
         if sampling["max_new_tokens"] == len(output) and not is_of_judge(body):
             about["finish_reason"] = {"type": "length"}
@@ -95,6 +98,18 @@ def generate(body: dict[str, Any]) -> dict[str, Any]:
         values[0] = float("nan")
     about["output_token_logprobs"] = [[v, t, None] for v, t in zip(values, output, strict=True)]
     return {"output_ids": output, "meta_info": about}
+
+
+def await_part() -> None:
+    """Wait until the second part has done its share of a sample. One that is gone is waited for for ever, as SGLang may do."""
+    if part is None:
+        return
+    with counting:
+        with contextlib.suppress(OSError):
+            part.sendall(b".")
+            if part.recv(1):
+                return
+        threading.Event().wait()
 
 
 def is_aborted(request_id: str) -> bool:
@@ -246,6 +261,26 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def address_of_parts() -> tuple[str, int] | None:
+    """Where the parts meet; None: there is one."""
+    if "--dist-init-addr" not in sys.argv:
+        return None
+    host, _, port = sys.argv[sys.argv.index("--dist-init-addr") + 1].rpartition(":")
+    return host, int(port)
+
+
+def serve_first_part(address: tuple[str, int]) -> None:
+    """Do the second part's share until the first one is gone."""
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            first = socket.create_connection(address)
+            break
+        time.sleep(0.02)
+    while asked := first.recv(1):
+        first.send(asked)
+    raise RuntimeError("[gloo] Connection closed by peer")
+
+
 class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
@@ -254,6 +289,10 @@ class Server(ThreadingHTTPServer):
 if __name__ == "__main__":
     if ROLE == "engine":
         points.reach("wake_engine.launch")
+    if meeting := address_of_parts():
+        if sys.argv[sys.argv.index("--node-rank") + 1] != "0":
+            serve_first_part(meeting)
+        part = socket.create_server(meeting).accept()[0]
     port = int(sys.argv[sys.argv.index("--port") + 1])
     host = sys.argv[sys.argv.index("--host") + 1] if "--host" in sys.argv else "127.0.0.1"
     print("listening", flush=True)
