@@ -70,4 +70,4 @@ def is_expected(error: RuntimeError) -> bool:
 
     if isinstance(error, ProgramFailed):
         return True
-    return type(error).__name__ in {"VariantsFailed", "ReplayDiffers"}
+    return type(error).__name__ in {"VariantsFailed", "ReplayDiffers", "NoNodeForEngine"}

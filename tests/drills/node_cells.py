@@ -37,7 +37,9 @@ SPREAD: Literal["engine over nodes"] = "engine over nodes"
 VARIANTS = ("nodes", SPREAD)
 ENGINE_OVER_NODES: dict[tuple[str, str], tuple[str, ...]] = {
     **{("engine part", fault): ("roll_out.middle", "train.middle") for fault in ("SIGKILL", "hang")},
-    **{("node", fault): ("roll_out.middle",) for fault in ("SIGKILL", "cut")},
+    ("engine", "SIGKILL"): ("roll_out.middle",),
+    ("node", "SIGKILL"): ("roll_out.middle", "train.middle"),
+    ("node", "cut"): ("roll_out.middle",),
 }
 AWAY_S = 15.0
 """So long a node is stopped or cut off. Ray gives it up after about 5 s."""
@@ -45,7 +47,10 @@ GONE_LIMIT_S = 60.0
 NUM_STARTS = 5
 """Ray gives up when its node is not there after 30 s, as on a busy machine."""
 READY = "Ray runtime started"
-NO_PLACE = "replica 0 of the engine has no node: 1 free GPUs are needed on each of 2"
+NO_PLACE = (
+    "replica 0 of the engine has no node: 2 nodes are needed, living nodes are ",
+    "failure class: no node for the engine",
+)
 """What is said of an engine over two nodes when one is left."""
 RAY = {
     "RAY_AUTH_MODE": "token",
@@ -221,7 +226,7 @@ def cure(running: "Running", problems: list[str]) -> None:
 def _said(nodes: Nodes, running: "Running") -> list[str]:
     """Return what the first attempt has to say of the strike."""
     if running.cell.target == "node":
-        return [f"node {nodes.there} is lost", *([NO_PLACE] if nodes.is_spread else [])]
+        return [f"node {nodes.there} is lost", *(NO_PLACE if nodes.is_spread else ())]
     is_noticed = (running.cell.target, running.cell.fault, running.cell.point) == ("engine part", "SIGKILL", "roll_out.middle")
     return [f"part 1 of the engine, on node {nodes.there}, is gone"] if is_noticed else []
 
@@ -233,6 +238,8 @@ def after(running: "Running", problems: list[str]) -> None:
     try:
         said = (running.folder / "attempt-1.log").read_text()
         problems += [f"attempt-1.log does not say {line!r}" for line in _said(nodes, running) if line not in said]
+        if "Traceback" in said:
+            problems.append("attempt-1.log has a traceback")
         deadline = time.monotonic() + GONE_LIMIT_S
         while (left := nodes.programs()) and time.monotonic() < deadline:
             time.sleep(0.1)
