@@ -41,6 +41,8 @@ ENGINE_OVER_NODES: dict[tuple[str, str], tuple[str, ...]] = {
     ("node", "SIGKILL"): ("roll_out.middle", "train.middle"),
     ("node", "cut"): ("roll_out.middle",),
 }
+PATIENCE_S = 30.0
+"""So long an engine over both nodes may take for a sample. A part that is gone is found sooner."""
 AWAY_S = 15.0
 """So long a node is stopped or cut off. Ray gives it up after about 5 s."""
 GONE_LIMIT_S = 60.0
@@ -66,7 +68,7 @@ RAY = {
 def engine_of(variant: str) -> dict[str, object]:
     """Return what the engine's section of the configuration has of its own."""
     if variant == SPREAD:
-        return {"tensor_parallel": 2}
+        return {"tensor_parallel": 2, "request_timeout_s": PATIENCE_S}
     return {"replicas": 2} if variant == "nodes" else {}
 
 
@@ -238,8 +240,15 @@ def after(running: "Running", problems: list[str]) -> None:
     try:
         said = (running.folder / "attempt-1.log").read_text()
         problems += [f"attempt-1.log does not say {line!r}" for line in _said(nodes, running) if line not in said]
-        if "Traceback" in said:
+        if nodes.is_spread and "\nTraceback" in said:  # those of ranks stand behind "trainer: "
             problems.append("attempt-1.log has a traceback")
+        if (
+            (running.cell.target, running.cell.fault) == ("engine part", "SIGKILL")
+            and running.struck_at
+            and running.is_committed()
+        ):
+            waited_s = running.manifest.stat().st_mtime - running.struck_at
+            problems += [f"the part that is gone was waited for: {waited_s:.0f} s"] if waited_s > PATIENCE_S else []
         deadline = time.monotonic() + GONE_LIMIT_S
         while (left := nodes.programs()) and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -87,13 +87,13 @@ def generate(body: dict[str, Any]) -> dict[str, Any]:
     values = [logprob(tokens + output[:n], served) for n in range(len(output))]
     if is_sample(body):
         is_ill, number = (judged(), 0) if is_of_judge(body) else sampled()
-        await_part()
         time.sleep(SLOW_S if points.ordered(ROLE) == "slow" else SECONDS_A_SAMPLE)
         if sampling["max_new_tokens"] == len(output) and not is_of_judge(body):
             about["finish_reason"] = {"type": "length"}
         if number in HELD and points.plan().get("holds_samples") and is_aborted(body["rid"]):
             about["finish_reason"] = {"type": "abort"}
             output, values = output[: len(output) // 2], values[: len(output) // 2]
+    await_part()
     if is_ill:
         values[0] = float("nan")
     about["output_token_logprobs"] = [[v, t, None] for v, t in zip(values, output, strict=True)]
@@ -101,7 +101,7 @@ def generate(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def await_part() -> None:
-    """Wait until the second part has done its share of a sample. One that is gone is waited for for ever, as SGLang may do."""
+    """Wait until the second part has done its share of an answer. One that is gone is waited for for ever, as SGLang may do."""
     if part is None:
         return
     with counting:
@@ -192,6 +192,7 @@ class Handler(BaseHTTPRequestHandler):
                 points.reach("ask_engine.loading" if body["lora_name"].startswith("judge-") else "reload_adapter.middle")
                 if self.misbehaves(of_health=True):
                     return
+                await_part()
                 adapters[body["lora_name"]] = self.digest_of(Path(body["lora_path"]))
                 self.answer(200, {})
             case "/abort_request":
