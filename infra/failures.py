@@ -27,6 +27,10 @@ class NodeLost(EngineUnavailable):
     """A node of the cluster is gone, and with it the engine servers that it had."""
 
 
+class NoNodeForEngine(EngineUnavailable):
+    """The living nodes have no room for an engine server; those of this run only become fewer. The message is one line that says all."""
+
+
 class EngineCrashedAgain(EngineUnavailable):
     """The engine died of the same error on the same request as the one before it: another one would die of it too."""
 
@@ -121,6 +125,12 @@ FAILURES = (  # the first that fits counts: a special class stands above the gen
         "an engine dies on the same request with the same traceback in its log as the engine before it",
         _is(EngineCrashedAgain),
         "stop; the message holds the traceback",
+    ),
+    Failure(
+        "no node for the engine",
+        "the nodes that are left have too few GPUs for an engine server, or are fewer than it is spread over",
+        _is(NoNodeForEngine),
+        "stop; run the same again when there are nodes enough: it uses those that live then, and samples are kept",
     ),
     Failure(
         "node lost",
@@ -236,11 +246,11 @@ def verdict(error: BaseException, *, num_attempts: int, trouble_s: float) -> Ver
     trouble_s: seconds since the task's first failure.
     """
     failure = classify(error)
-    used = f"failure class: {failure.name}; cure: {failure.cure}; attempt {num_attempts} of {failure.num_attempts}"
-    if failure.num_attempts == 1:
-        return Verdict(False, f"{used}, this class is not retried")
+    used = f"failure class: {failure.name}; cure: {failure.cure}"
+    if failure.num_attempts == 1:  # the attempts before it failed otherwise
+        return Verdict(False, f"{used}; this class is not retried")
     wait_s = backoff_s(num_attempts)
-    used += f", {trouble_s:.0f} s since the first failure, deadline {failure.deadline_s:g} s"
+    used += f"; attempt {num_attempts} of {failure.num_attempts}, {trouble_s:.0f} s since the first failure, deadline {failure.deadline_s:g} s"
     if num_attempts >= failure.num_attempts:
         return Verdict(False, f"{used}: no attempt is left")
     if trouble_s + wait_s > failure.deadline_s:

@@ -45,7 +45,7 @@ def is_set() -> bool:
 
 def place(replica: int, gpus: int) -> Slot:
     """Return where a replica of the engine runs: this machine without a cluster. A server that judges (-1) shares the place of the first.
-    Raises EngineUnavailable as Placement.of does."""
+    Raises NoNodeForEngine as Placement.of does."""
     return placement().of(max(replica, 0), gpus) if is_set() else Slot(HERE, max(replica, 0))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from ipaddress import ip_address, ip_network
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
-from infra.failures import EngineUnavailable, NodeLost
+from infra.failures import NodeLost, NoNodeForEngine
 from infra.processes.children import ProcessRef
 
 log = logging.getLogger(__name__)
@@ -128,6 +128,10 @@ class Placement:
     def living(self) -> list[ClusterNode]:
         return [node for node in self.nodes if not node.is_lost]
 
+    @property
+    def _has_gpus(self) -> bool:
+        return any(node.num_gpus for node in self.nodes)
+
     def room(self, gpus: int) -> int | None:
         """Return how many servers of that many GPUs the living nodes take; None for any number. Raises ValueError as `of` does."""
         trial = Placement([node for node in self.living if node.num_gpus], nodes_per_replica=self.nodes_per_replica)
@@ -136,7 +140,7 @@ class Placement:
         for count in range(sum(node.num_gpus for node in trial.nodes) // gpus):
             try:
                 trial._slots[count] = trial._free(count, gpus)
-            except EngineUnavailable:
+            except NoNodeForEngine:
                 return count
         return len(trial._slots)
 
@@ -163,7 +167,7 @@ class Placement:
         gpus: GPUs of each server.
 
         Raises:
-            EngineUnavailable: if the living nodes have no room for it.
+            NoNodeForEngine: if the living nodes have no room for it.
             ValueError: if it would be over several nodes, and these are not in a trusted network.
         """
         with self._lock:
@@ -186,9 +190,12 @@ class Placement:
         if len(free) < count:
             there = ", ".join(f"{node.address} ({node.num_gpus} GPUs)" for node in self.living) or "none"
             where = "one" if count == 1 else f"each of {count}"
-            raise EngineUnavailable(
-                f"replica {replica} of the engine has no node: {gpus // count} free GPUs are needed on {where}, living nodes are {there}. "
-                "Add a node, or set engine.replicas to auto"
+            needed = f"{gpus // count} free GPUs are needed on {where}" if self._has_gpus else f"{count} nodes are needed"
+            otherwise = "set engine.replicas to auto" if replica else "lower engine.tensor_parallel"
+            otherwise = "lower RATCHET_CLUSTER_ENGINE_NODES" if count == self.nodes_per_replica else otherwise
+            raise NoNodeForEngine(
+                f"replica {replica} of the engine has no node: {needed}, living nodes are {there}. Give the same command again when there are "
+                f"more, or {otherwise}"
             )
         chosen = sorted(free, key=lambda each: each[:2])[:count]
         return [(node, number) for number, _, node in sorted(chosen, key=lambda each: each[1])]

@@ -140,7 +140,8 @@ class RewardPool:
         raise PoolLost(f"the program of reward {self.spec.name!r} said nothing for {silence_s:g} s")
 
     def _form_of(self, found: dict[str, Any]) -> Form:
-        return Form(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+        return Form(**values)
 
     @property
     def is_open(self) -> bool:

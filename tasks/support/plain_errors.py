@@ -2,10 +2,10 @@
 
 import logging
 
-from infra.failures import RewardFailed, StoreRefused
+from infra.failures import NoNodeForEngine, RewardFailed, StoreRefused
 
 LOGGERS = ("prefect.task_runs", "prefect.flow_runs", "prefect.engine")
-ONE_LINE = (RewardFailed, StoreRefused)
+ONE_LINE = (RewardFailed, StoreRefused, NoNodeForEngine)
 
 
 class Once(logging.Filter):

@@ -1470,6 +1470,14 @@ BREAKAGES = (
     ),
     Breakage(
         "6 classes of failure",
+        "a run waits for room for its engine, although it takes no node back",
+        "infra/failures.py",
+        "        _is(NoNodeForEngine),\n",
+        "        _is(),\n",
+        "tests/infra/cluster/test_nodes.py::test_an_engine_without_a_node_is_no_engine_that_may_be_started_again",
+    ),
+    Breakage(
+        "6 classes of failure",
         "an engine that lost a part on another node waits for it",
         "infra/engines/server/parts.py",
         "                end()\n                return\n",
@@ -1520,8 +1528,8 @@ BREAKAGES = (
         "stores",
         "keys that a store refuses are a stack of calls",
         "tasks/support/plain_errors.py",
-        "ONE_LINE = (RewardFailed, StoreRefused)",
-        "ONE_LINE = (RewardFailed,)",
+        "ONE_LINE = (RewardFailed, StoreRefused, NoNodeForEngine)",
+        "ONE_LINE = (RewardFailed, NoNodeForEngine)",
         "tests/tasks/test_rewards.py::test_an_error_of_one_line_is_logged_once_and_without_a_traceback",
     ),
     Breakage(

@@ -57,7 +57,7 @@ NEEDS_MLFLOW = ("mlflow", "delivery")
 """Targets for which there is a server; the other cells have a store in a file."""
 ATTEMPT_LIMIT_S = 45.0
 SLOW_ATTEMPT_LIMIT_S = 300.0
-SLOW_VARIANTS = ("real", "tasksets", "nodes", *carried_cells.NUM_STEPS)
+SLOW_VARIANTS = ("real", "tasksets", *node_cells.VARIANTS, *carried_cells.NUM_STEPS)
 """With real parts, or with a worker, a taskset or several steps of episodes, which start Python several times."""
 OUTAGE_S = 1.5
 """So long Prefect's server is away, or misbehaves."""
@@ -144,7 +144,7 @@ class Running:
         self.workspace.mkdir(parents=True)
         if self.cell.target == "disk":
             far_cells.mount_disk(self.workspace)
-        is_cut = self.cell.fault in far_cells.CUT_S and self.cell.variant != "nodes"
+        is_cut = self.cell.fault in far_cells.CUT_S and self.cell.variant not in node_cells.VARIANTS
         if is_cut and (refusal := namespace.refusal()):
             raise far_cells.Refused(refusal)
         copy_store(self.session, self.workspace)
@@ -179,7 +179,7 @@ class Running:
             service.start()
         if (self.cell.target == "prefect" or self.needs_mlflow or self.cell.variant == "store") and not self.services:
             self.open_door()
-        if self.cell.variant == "nodes":
+        if self.cell.variant in node_cells.VARIANTS:
             node_cells.prepare(self)
 
     # -- the strike
@@ -434,6 +434,7 @@ def _attempts(running: Running, problems: list[str]) -> int:
     if running.is_committed():
         return 1
     far_cells.cure(running)
+    node_cells.cure(running, problems)
     second = start(running, 2)
     try:
         if not running.await_end(second):

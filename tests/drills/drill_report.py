@@ -57,6 +57,7 @@ VARIANTS = {
     "Twins, a real reward model gives the rewards": ("scored",),
     "Twins, a second model judges in a server of its own": ("second judge",),
     "Twins, two nodes of a Ray cluster": ("nodes",),
+    "Twins, one engine over two nodes of a Ray cluster": ("engine over nodes",),
     "Everything real (SGLang, Megatron under torchrun, Prefect's server and worker, MLflow)": ("real",),
 }
 AT_RANDOM = "kill -9 of a random target at a random moment"

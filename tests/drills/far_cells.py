@@ -28,8 +28,8 @@ WAITING, WRITING, MARKING = "queue.waiting", "queue.writing", "queue.marking"
 SENDING, COPYING = "store.sending", "store.copying"
 """Half of an object of a committed step is in the store; the same of a step that is under way."""
 POINTS = (WAITING, WRITING, MARKING, SENDING, COPYING)
-TARGETS = ("group file", "group mark", "disk", "store", "node")
-"""group file, group mark: of step 1, which waits. disk: the file system of the workspace. store: as seen through the door. node: see
+TARGETS = ("group file", "group mark", "disk", "store", "node", "engine part")
+"""group file, group mark: of step 1, which waits. disk: the file system of the workspace. store: as seen through the door. node, engine part: see
 node_cells.py."""
 FAULTS = ("slow", "cut", "brief cut", "damaged", "full", "HTTP 403")
 """cut: no packet passes for CUT_S, brief cut: for BRIEF_CUT_S. HTTP 403: the keys are not taken any more. full: no space is left."""

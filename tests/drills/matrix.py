@@ -80,6 +80,7 @@ Variant = Literal[
     "carried",
     "episodes ahead",
     "nodes",
+    "engine over nodes",
     "real",
 ]
 """twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; episodes: samples are episodes of an
@@ -88,12 +89,15 @@ from its saved state; replicas: two twins of SGLang share the samples; episodes 
 share the turns of episodes; scored: a real reward model, tiny, gives the rewards; judged: an adapter
 in the twin of SGLang gives them; second judge: a second model gives them in a server of its own; queue, store:
 see far_cells.py; in flight: see in_flight_cells.py; carried, episodes ahead: see carried_cells.py;
-nodes: two nodes of a Ray cluster share samples and ranks; real: everything is real."""
+nodes: two nodes of a Ray cluster share samples and ranks; engine over nodes: the same, where the engine is one server with a part on each node;
+real: everything is real."""
 SAME_DIGEST: dict[Variant, Variant] = {
     "resident": "twins",
     "replicas": "twins",
     "snapshots": "tools",
     "episodes on replicas": "episodes",
+    "nodes": "twins",
+    "engine over nodes": "twins",
 }
 """Variants that must make the adapter of another one."""
 
@@ -392,6 +396,7 @@ VARIANTS: dict[Variant, dict[tuple[str, str], tuple[str, ...]]] = {
     "carried": carried_cells.CARRIED,
     "episodes ahead": carried_cells.AHEAD,
     "nodes": node_cells.NODES,
+    node_cells.SPREAD: node_cells.ENGINE_OVER_NODES,
 }
 
 

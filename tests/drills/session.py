@@ -16,6 +16,7 @@ import carried_cells
 import far_cells
 import forks
 import in_flight_cells
+import node_cells
 import strike
 import tool_cells
 from judge_server import Reply
@@ -90,7 +91,7 @@ class Undisturbed(NamedTuple):
 
 def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
     """A small step with short deadlines."""
-    is_real, is_slow = variant == "real", variant == "nodes"
+    is_real, is_slow = variant == "real", variant in node_cells.VARIANTS
     max_tokens = in_flight_cells.MAX_TOKENS if variant in in_flight_cells.VARIANTS else 24 if is_real else 16
     own = carried_cells.of_run(variant)
     return RunConfig.model_validate(
@@ -105,7 +106,8 @@ def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
                 "request_timeout_s": 20 if is_real or variant == in_flight_cells.BY_TIME else 10 if is_slow else 2,
                 "kv_cache_tokens": 4096,
                 "deterministic": variant != in_flight_cells.BY_TIME,
-                "replicas": NUM_REPLICAS if variant in ("replicas", "episodes on replicas", "nodes") else 1,
+                "replicas": NUM_REPLICAS if variant in ("replicas", "episodes on replicas") else 1,
+                **node_cells.engine_of(variant),
                 **own.get("engine", {}),
             },
             "sampling": {"group_size": 8 if is_real else 4, "max_output_tokens": max_tokens},

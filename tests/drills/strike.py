@@ -23,9 +23,13 @@ def find(cell: Path, target: str) -> int | None:
     for pid in processes_of(cell):
         words = _command(pid)
         command = " ".join(words)
+        is_second_part = "--node-rank 1 --dist-init-addr" in command
         match target:
             case "engine":
-                found = "--enable-lora" in words and not _is_child_of_one(pid, "--model-path")
+                is_server = "--enable-lora" in words and not _is_child_of_one(pid, "--model-path")
+                found = is_server and not is_second_part
+            case "engine part":
+                found = "--enable-lora" in words and is_second_part
             case "judge server":
                 is_server = "--model-path" in words and not _is_child_of_one(pid, "--model-path")
                 found = is_server and "--enable-lora" not in words

@@ -70,7 +70,10 @@ def test_a_step_heals(outcomes: dict[str, dict[str, Any]], cell: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(3700)
-@pytest.mark.parametrize("family", ["/queue", "/in flight", "/store", "/replicas", "/carried", "/episodes ahead", "/nodes"])
+@pytest.mark.parametrize(
+    "family",
+    ["/queue", "/in flight", "/store", "/replicas", "/carried", "/episodes ahead", "/nodes", "/engine over nodes"],
+)
 def test_a_run_whose_far_parts_fail_heals(family: str, tmp_path: Path) -> None:
     outcomes = drilled(tmp_path, "--only", family, timeout_s=3600)
     assert {cell: outcome["problems"] for cell, outcome in outcomes.items() if outcome["problems"]} == {}

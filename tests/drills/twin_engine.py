@@ -36,6 +36,8 @@ DIGIT_0 = 18
 """Token of `0` in the tiny models' tokenizer; the other digits follow. A judge answers with one of them."""
 num_generated = 0
 """Requests that were answered, as its metrics have it."""
+part: socket.socket | None = None
+"""To the second part of a server over two nodes, without which nothing is sampled."""
 adapters: dict[str, str] = {}
 """Name -> digest of the weights."""
 num_samples, num_judged, counting = 0, 0, threading.Lock()
@@ -91,10 +93,23 @@ def generate(body: dict[str, Any]) -> dict[str, Any]:
         if number in HELD and points.plan().get("holds_samples") and is_aborted(body["rid"]):
             about["finish_reason"] = {"type": "abort"}
             output, values = output[: len(output) // 2], values[: len(output) // 2]
+    await_part()
     if is_ill:
         values[0] = float("nan")
     about["output_token_logprobs"] = [[v, t, None] for v, t in zip(values, output, strict=True)]
     return {"output_ids": output, "meta_info": about}
+
+
+def await_part() -> None:
+    """Wait until the second part has done its share of an answer. One that is gone is waited for for ever, as SGLang may do."""
+    if part is None:
+        return
+    with counting:
+        with contextlib.suppress(OSError):
+            part.sendall(b".")
+            if part.recv(1):
+                return
+        threading.Event().wait()
 
 
 def is_aborted(request_id: str) -> bool:
@@ -177,6 +192,7 @@ class Handler(BaseHTTPRequestHandler):
                 points.reach("ask_engine.loading" if body["lora_name"].startswith("judge-") else "reload_adapter.middle")
                 if self.misbehaves(of_health=True):
                     return
+                await_part()
                 adapters[body["lora_name"]] = self.digest_of(Path(body["lora_path"]))
                 self.answer(200, {})
             case "/abort_request":
@@ -246,6 +262,26 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def address_of_parts() -> tuple[str, int] | None:
+    """Where the parts meet; None: there is one."""
+    if "--dist-init-addr" not in sys.argv:
+        return None
+    host, _, port = sys.argv[sys.argv.index("--dist-init-addr") + 1].rpartition(":")
+    return host, int(port)
+
+
+def serve_first_part(address: tuple[str, int]) -> None:
+    """Do the second part's share until the first one is gone."""
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            first = socket.create_connection(address)
+            break
+        time.sleep(0.02)
+    while asked := first.recv(1):
+        first.send(asked)
+    raise RuntimeError("[gloo] Connection closed by peer")
+
+
 class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
@@ -254,6 +290,10 @@ class Server(ThreadingHTTPServer):
 if __name__ == "__main__":
     if ROLE == "engine":
         points.reach("wake_engine.launch")
+    if meeting := address_of_parts():
+        if sys.argv[sys.argv.index("--node-rank") + 1] != "0":
+            serve_first_part(meeting)
+        part = socket.create_server(meeting).accept()[0]
     port = int(sys.argv[sys.argv.index("--port") + 1])
     host = sys.argv[sys.argv.index("--host") + 1] if "--host" in sys.argv else "127.0.0.1"
     print("listening", flush=True)

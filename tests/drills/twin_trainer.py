@@ -22,6 +22,8 @@ from typing import Any, NoReturn
 import points
 
 SECONDS_A_JOB = 0.2
+DECIDE_NOTHING = ("max_tokens_per_microbatch", "mode", "timeout_s")
+"""Settings that leave the adapter as it is."""
 GRACE_S = 2.0
 POLL_S = 0.02
 GROUP = "DRILL_GROUP_SOCKET"
@@ -136,7 +138,7 @@ def note_result() -> None:
 
 def make(job: dict[str, Any]) -> None:
     """The adapter's files; the point lies between them."""
-    trainer = {name: value for name, value in job["trainer"].items() if name not in ("max_tokens_per_microbatch", "mode")}
+    trainer = {name: value for name, value in job["trainer"].items() if name not in DECIDE_NOTHING}
     batch = hashlib.sha256(Path(job["batch_path"]).read_bytes()).hexdigest()
     digest = hashlib.sha256(json.dumps([job["adapter_sha256"], batch, job["seed"], trainer], sort_keys=True).encode()).digest()
     folder, count = Path(job["output_dir"]), job["num_optimizer_steps"] + 1

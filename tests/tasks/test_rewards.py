@@ -11,7 +11,7 @@ import pytest
 from infra.config import RewardConfig
 from infra.data.dataset import Row
 from infra.data.prompts import Prompt
-from infra.failures import RewardFailed, StoreRefused
+from infra.failures import NoNodeForEngine, RewardFailed, StoreRefused
 from infra.rewards import client
 from infra.rewards.built_in import gsm8k
 from infra.rewards.outcome import Outcome, of_value, parts_of
@@ -367,7 +367,11 @@ def test_a_reward_s_digest_covers_the_modules_that_it_loads(tmp_path: Path, monk
 
 @pytest.mark.parametrize(
     "error",
-    [RewardFailed("reward 'r' raised KeyError: 'x' at r.py:3"), StoreRefused("s3://runs does not take .ratchet with these keys")],
+    [
+        RewardFailed("reward 'r' raised KeyError: 'x' at r.py:3"),
+        StoreRefused("s3://runs does not take .ratchet with these keys"),
+        NoNodeForEngine("replica 0 of the engine has no node"),
+    ],
 )
 def test_an_error_of_one_line_is_logged_once_and_without_a_traceback(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("prefect.task_runs", "prefect.flow_runs"):

@@ -3,6 +3,7 @@
 It lives while all of its parts live. Each is started, watched and ended by the agent of its own node.
 """
 
+import contextvars
 import logging
 import re
 import threading
@@ -98,7 +99,7 @@ def watched(parts: Sequence[ServerPart], end: Callable[[], object]) -> Iterator[
                 end()
                 return
 
-    watcher = threading.Thread(target=look, name="engine parts", daemon=True)
+    watcher = threading.Thread(target=contextvars.copy_context().run, args=(look,), name="engine parts", daemon=True)
     watcher.start()
     try:
         yield

@@ -22,7 +22,7 @@ class ServerPlace:
 
     @property
     def slot(self) -> Slot:
-        """Where it runs, or will run. Raises EngineUnavailable if no node has room for it."""
+        """Where it runs, or will run. Raises NoNodeForEngine if no node has room for it."""
         return connection.place(self.replica, self.config.tensor_parallel)
 
     @property

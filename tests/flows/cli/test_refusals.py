@@ -11,11 +11,13 @@ import pytest
 from prefect.settings import temporary_settings
 from shared import FIRST_PORT, RATCHET, write_manifest
 
+from flows.cli import errors
 from flows.cli.app import run
 from flows.cli.program import COMMANDS
 from flows.cli.session import results_settings
 from flows.presets import smoke
 from flows.step import rl_step
+from infra.failures import NoNodeForEngine
 from infra.processes.children import ProgramFailed
 from infra.runs.lineage import base_version
 from infra.services import servers
@@ -250,6 +252,11 @@ def test_results_of_flows_in_this_process_are_stored_in_the_workspace(workspace:
 def test_a_module_of_flows_is_not_run_by_m(workspace: Path, words: list[str]) -> None:
     done = subprocess.run([sys.executable, *words], cwd=CHECKOUT, capture_output=True, text=True, timeout=60, check=False)
     refused(done, f"flows.{words[-1 if words[-1] != '--help' else -2].rpartition('.')[2]} is not run by -m: `ratchet ")
+
+
+def test_an_engine_without_a_node_is_said_without_a_traceback() -> None:
+    assert errors.is_expected(NoNodeForEngine("replica 0 of the engine has no node"))
+    assert not errors.is_expected(RuntimeError("a mistake of ours"))
 
 
 @pytest.mark.parametrize("command", [["run"], ["step"], ["sweep", "--over", "seed=0,1"]], ids=lambda words: words[0])

@@ -83,6 +83,20 @@ def test_the_loss_of_a_node_is_a_class_of_failure_for_engine_and_trainer() -> No
     assert classify(NodeLost("x")).num_attempts > 1
 
 
+def test_an_engine_without_a_node_is_no_engine_that_may_be_started_again() -> None:
+    first, second = node(1), node(2)
+    placement = Placement([first, second], nodes_per_replica=2, trusted_network="10.0.0.0/24")
+    placement.of(0, 2)
+    lose(second)
+    with pytest.raises(EngineUnavailable) as raised:  # a rollout by several replicas goes on without the one
+        placement.of(0, 2)
+    assert str(raised.value) == (
+        "replica 0 of the engine has no node: 2 nodes are needed, living nodes are 10.0.0.1 (0 GPUs). Give the same command again when there "
+        "are more, or lower RATCHET_CLUSTER_ENGINE_NODES"
+    )
+    assert classify(raised.value).name == "no node for the engine" and classify(raised.value).num_attempts == 1
+
+
 def test_replicas_are_spread_over_nodes_and_keep_their_places() -> None:
     first, second = node(1, 4), node(2, 4)
     placement = Placement([first, second])
@@ -110,7 +124,7 @@ def test_a_replica_of_a_lost_node_is_refused_where_no_gpu_is_left() -> None:
     lose(second)
     assert placement.of(0, 2) == places[0] and placement.room(2) == 1
     with pytest.raises(
-        EngineUnavailable, match=r"replica 1 of the engine has no node.*Add a node, or set engine.replicas to auto"
+        EngineUnavailable, match=r"replica 1 of the engine has no node.*when there are more, or set engine.replicas to auto"
     ):
         placement.of(1, 2)
 
@@ -156,7 +170,9 @@ def test_a_replica_over_several_nodes_moves_when_one_of_them_is_lost() -> None:
     lose(living[1])
     assert spread_over(placement, 0, 16) == [("10.0.0.1", 0), ("10.0.0.3", 0)]
     lose(living[2])
-    with pytest.raises(EngineUnavailable, match=r"16 free GPUs are needed on one, living nodes are 10\.0\.0\.1 \(8 GPUs\)\. Add"):
+    with pytest.raises(
+        EngineUnavailable, match=r"16 free GPUs are needed on one, living nodes are 10\.0\.0\.1 \(8 GPUs\)\. Give"
+    ):
         placement.of(0, 16)
 
 

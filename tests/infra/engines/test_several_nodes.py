@@ -3,6 +3,7 @@
 Real: infra/engines/replicas/test_on_cluster.py, and with SGLang tests/benches/cluster.sh.
 """
 
+import contextvars
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -159,6 +160,20 @@ def test_the_loss_of_a_part_ends_the_server_and_is_the_error_of_the_rollout(
             time.sleep(0.02)
         assert not first.is_alive(), "the first part would wait for the other"
         raise EngineUnavailable("connection refused")
+
+
+def test_the_parts_are_looked_at_in_the_context_of_the_rollout(state: ServerState, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "LOOK_S", 0.05)
+    of_rollout, found = contextvars.ContextVar("of_rollout", default="none"), list[str]()
+    of_rollout.set("this")
+    kill(state.parts[1])
+    with pytest.raises(EngineUnavailable), parts.watched(state.parts, lambda: found.append(of_rollout.get())):
+        deadline = time.monotonic() + 20
+        while not found and time.monotonic() < deadline:
+            time.sleep(0.02)
+        raise EngineUnavailable("connection refused")
+    assert found == ["this"], "its log lines belong to the flow run"
+    server_process.stop_replica(0)
 
 
 def test_a_part_that_ended_because_it_missed_the_first_is_not_blamed(state: ServerState) -> None:
