@@ -1,7 +1,6 @@
 """A proxy before an HTTP server that loses the answer of one chosen request, or passes it on so late that nobody waits any more."""
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,16 +14,16 @@ class LossyProxy:
         self.num_requests = 0
         self.lost: set[int] = set()
         """Numbers of requests that reach the server and whose answers do not come back."""
-        self.late_s: dict[str, float] = {}
-        """By the end of a path: how late the next such request reaches the server; once."""
+        self.held: dict[str, threading.Event] = {}
+        """By the end of a path: when the next such request reaches the server; once."""
         self.pending: list[threading.Thread] = []
 
     def handle(self, request: BaseHTTPRequestHandler) -> None:
         self.num_requests += 1
         number, body = self.num_requests, request.rfile.read(int(request.headers.get("Content-Length", 0)))
-        late = next((self.late_s.pop(path) for path in list(self.late_s) if request.path.split("?")[0].endswith(path)), 0.0)
-        if late:
-            later = threading.Thread(target=lambda: (time.sleep(late), self.forward(request, body)))
+        held = next((self.held.pop(path) for path in list(self.held) if request.path.split("?")[0].endswith(path)), None)
+        if held:
+            later = threading.Thread(target=lambda: (held.wait(), self.forward(request, body)))
             self.pending.append(later)
             later.start()
             later.join()
