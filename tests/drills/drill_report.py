@@ -77,6 +77,9 @@ def page(content: dict[str, Any], struck: Outcomes) -> str:
         "Everything real (SGLang, Megatron under torchrun, Prefect's server and worker, MLflow)": [
             outcome for outcome in struck if outcome["variant"] == "real"
         ],
+        "Everything real, and the trainer computes with the engine's experts": [
+            outcome for outcome in struck if outcome["variant"] == "shared experts"
+        ],
     }
     again = sum(outcome["num_sampled_again"] for outcome in struck)
     num_full = len(matrix.TARGETS) * len(matrix.FAULTS) * len(matrix.POINTS)

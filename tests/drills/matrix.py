@@ -80,6 +80,7 @@ Variant = Literal[
     "carried",
     "episodes ahead",
     "nodes",
+    "shared experts",
     "real",
 ]
 """twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; episodes: samples are episodes of an
@@ -88,7 +89,9 @@ from its saved state; replicas: two twins of SGLang share the samples; episodes 
 share the turns of episodes; scored: a real reward model, tiny, gives the rewards; judged: an adapter
 in the twin of SGLang gives them; second judge: a second model gives them in a server of its own; queue, store:
 see far_cells.py; in flight: see in_flight_cells.py; carried, episodes ahead: see carried_cells.py;
-nodes: two nodes of a Ray cluster share samples and ranks; real: everything is real."""
+nodes: two nodes of a Ray cluster share samples and ranks; shared experts: see shared_cells.py, and everything is real; real: everything is
+real."""
+ALL_REAL: tuple[Variant, ...] = ("real", "shared experts")
 SAME_DIGEST: dict[Variant, Variant] = {
     "resident": "twins",
     "replicas": "twins",
@@ -324,6 +327,10 @@ REAL = (
     Cell("train.middle", "worker", "SIGKILL", "real"),
     Cell("commit_step.delivery", "mlflow", "SIGKILL", "real"),
     Cell("train.begin", "prefect", "SIGKILL", "real"),
+    Cell("train.middle", "engine", "SIGKILL", "shared experts"),
+    Cell("train.middle", "rank 0", "SIGKILL", "shared experts"),
+    Cell("train.middle", "flow", "SIGKILL", "shared experts"),
+    Cell("train.middle", "engine", "garbage", "shared experts"),
 )
 SAMPLE = (
     Cell("wake_engine.launch", "engine", "SIGKILL"),

@@ -1,5 +1,6 @@
 """A trainer that computes with the engine's experts: real programs, whose results must be those of a trainer with its own, byte for byte."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -151,7 +153,8 @@ def test_a_trainer_that_is_killed_maps_the_living_engine_s_experts_again(new_sha
         state = resident.recorded()
         assert state
         for each in children.members(state.process.program):
-            each.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
 
     killer = in_the_middle(made, kill)
     run(made)
