@@ -163,6 +163,8 @@ class Running:
             self.config = with_reward_model(self.config, self.session.reward_model)
         if self.cell.variant == "judged":
             self.config = with_judge_adapter(self.config, self.session.judge_adapter)
+        if self.cell.variant == shared_cells.VARIANT:
+            self.config = shared_cells.with_reward(self.config)
         if self.cell.variant == "second judge":
             self.config = with_judge_server(self.config, self.session.model)
         if self.cell.point == PAYING:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import strike
 
-from infra.config import ATTENTION
+from infra.config import ATTENTION, RewardConfig, RunConfig
 
 if TYPE_CHECKING:
     from cell import Running
 
 VARIANT = "shared experts"
+REWARD = Path(__file__).parents[1] / "gpu/mechanical_reward.py"
 ENDED_S = 20.0
 MAPPED, READ = "experts: those of the engine's process", "experts: read from"
 BYTE = 4096
@@ -33,6 +34,11 @@ def of_run(variant: str) -> dict[str, dict[str, Any]]:
         return {}
     trainer = {"num_processes": 1, "mode": "persistent", "share_experts": True, "timeout_s": 240}
     return {"engine": {"max_running_requests": 1}, "trainer": {**trainer, "lora": {"target_modules": ATTENTION}}}
+
+
+def with_reward(config: RunConfig) -> RunConfig:
+    """Rewards that differ from sample to sample, or the experts would decide nothing of the adapter."""
+    return config.but(reward=RewardConfig(name=f"{REWARD}:reward"))
 
 
 def damage(running: "Running") -> None:
@@ -48,11 +54,13 @@ def damage(running: "Running") -> None:
 
 
 def await_end_of_lender(running: "Running") -> None:
-    """SGLang's schedulers end with their server, a moment later."""
-    lender, deadline = json.loads(_note(running).read_bytes())["process"]["pid"], time.monotonic() + ENDED_S
-    while lender in strike.processes_of(running.folder):
+    """SGLang's schedulers end with their server, a moment later. They overwrite the mark in their environment with their title."""
+    from infra.megatron.protocol.shared_experts import of_living_engine
+
+    deadline = time.monotonic() + ENDED_S
+    while lender := of_living_engine(_note(running)):
         if time.monotonic() > deadline:
-            raise LookupError(f"process {lender}, which holds the experts, outlives its server")
+            raise LookupError(f"process {lender.process.pid}, which holds the experts, outlives its server")
         time.sleep(0.02)
 
 
