@@ -99,7 +99,12 @@ def test_an_engine_whose_memory_cannot_be_mapped_fails_before_it_reads_its_weigh
     launcher: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    module: Any = SimpleNamespace(**{launcher.FUNCTION: lambda **how: done.append("loaded") or SimpleNamespace(model="model")})
+
+    def loads(**how: object) -> SimpleNamespace:
+        done.append("loaded")
+        return SimpleNamespace(model="model")
+
+    module: Any = SimpleNamespace(**{launcher.FUNCTION: loads})
     monkeypatch.setattr(launcher.sys, "meta_path", [*sys.meta_path])
     launcher.share(Path("folder"))
     launcher.sys.meta_path[0].patch(module)
