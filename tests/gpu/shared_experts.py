@@ -79,7 +79,7 @@ def lend(role: str, folder: Path) -> None:
 def memory_saver() -> Any:
     """torch_memory_saver, for which a program is started again with its library; None where it is not installed."""
     try:
-        import torch_memory_saver
+        import torch_memory_saver  # type: ignore[import-not-found]
     except ImportError:
         return None
     if "torch_memory_saver" not in os.environ.get("LD_PRELOAD", ""):

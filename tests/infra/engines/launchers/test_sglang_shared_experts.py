@@ -86,7 +86,7 @@ def test_names_of_memory_go_through_the_driver_as_its_signatures_ask(tmp_path: P
         return (done.stdout or done.stderr).strip()
 
     get = f"import sys; sys.path.insert(0, {str(LAUNCHERS)!r}); import sglang_shared_experts as s; print(*s.cuda_handle(0x7000000010))"
-    assert said("-c", get) == f"{bytes([7] * 64)} 16"
+    assert said("-c", get) == f"{bytes([7] * 64)!r} 16"
     probe, handle = str(LAUNCHERS / "map_probe.py"), "07" * 64
     assert said(probe, "3", handle, "16") == "77"
     assert said(probe, "2", handle, "16") == "cuDevicePrimaryCtxRetain gives CUDA's error 101"
