@@ -29,6 +29,7 @@ SLOW_FILES = (
     "infra/megatron/test_program.py",
     "infra/megatron/test_resident.py",
     "infra/megatron/test_routing_replay.py",
+    "infra/megatron/test_shared_experts.py",
     "infra/megatron/test_shared_prompts.py",
     "infra/megatron/test_sockets.py",
     "infra/megatron/test_steps.py",

@@ -107,6 +107,13 @@ def test_grouped_experts_are_compared_with_plain_ones(tmp_path: Path) -> None:
     assert all(row["forward_ms"] > 0 for row in speed.values())
 
 
+def test_what_works_of_shared_experts_is_found_out(tmp_path: Path) -> None:
+    run("shared_experts.py", str(tmp_path / "out.json"), "--small", RATCHET_WORKSPACE=str(tmp_path / "workspace"))
+    found = read_json(tmp_path / "out.json")
+    assert found["works"] and found["mapped"]["sums_are_equal"] and found["mapped"]["product_is_equal"]
+    assert found["what a step says then"]["error"].startswith("EngineEnded: ")
+
+
 def test_numbers_are_compared_over_layouts(tmp_path: Path) -> None:
     said = run("same_numbers.py", str(tmp_path / "same.json"), "--models", "small-moe", "--dtypes", "float32")
     assert said.endswith("5 passed, 0 failed\n")

@@ -223,6 +223,10 @@ def choose(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: 
     the one before leaves the trainer too little.
     """
     if machine.is_split:
+        if trainer.share_experts:
+            raise ValueError(
+                f"trainer.share_experts true needs one GPU for both, but {devices.SPLIT_REASON}: set it to false, or leave these lists empty"
+            )
         return Plan("separate_gpus", devices.SPLIT_REASON)
     total = machine.gpu_bytes
     need = trainer_peak_bytes(trainer, model) + TRAINING_SLACK_BYTES + machine.judge_bytes

@@ -98,6 +98,14 @@ class ComparisonConfig(ConfigBase):
         return backends
 
     @model_validator(mode="after")
+    def _trainer_stands_alone(self) -> Self:
+        if self.trainer.share_experts:
+            raise ValueError(
+                "trainer.share_experts true in a comparison of engines is not supported: its trainer has experts of its own, set it to false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _groups_are_whole(self) -> Self:
         if self.num_rollouts % self.group_size:
             raise ValueError(f"num_rollouts {self.num_rollouts} is no multiple of group_size {self.group_size}")

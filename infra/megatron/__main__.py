@@ -55,7 +55,7 @@ def run(path: Path, session: "TrainerSession | None") -> int:
         return _fail(BAD_INPUT, str(error), stays=session is not None)
     # megatron-core takes seconds to import; bad input does not wait for it.
     with compiled_at_first_call():
-        from infra.megatron.checkpoint.shared_experts import ExpertsChanged
+        from infra.megatron.checkpoint.shared_experts import UnusableExperts
         from infra.megatron.program.phase_timer import Phases
         from infra.megatron.program.run_job import train
         from infra.megatron.program.session import TrainerSession
@@ -65,7 +65,7 @@ def run(path: Path, session: "TrainerSession | None") -> int:
         train(job, inputs, Phases({"import": time.perf_counter() - begin}), session or TrainerSession())
     except NotFinite as error:
         return _fail(NOT_FINITE, str(error), stays=session is not None)
-    except ExpertsChanged as error:
+    except UnusableExperts as error:
         return _fail(BAD_INPUT, str(error), stays=session is not None)
     return 0
 

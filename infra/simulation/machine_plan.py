@@ -206,6 +206,9 @@ def _shares(count: int, work: PlannedStep, given: Given) -> Iterator[tuple[int, 
         most_engine, most_trainer = given.own_gpus
         yield from ((e, t, True) for e in range(1, most_engine + 1) for t in range(1, most_trainer + 1))
         return
+    if given.trainer.share_experts:  # one GPU holds them, for both
+        yield 1, 1, False
+        return
     colocation = given.engine.colocation
     for used in range(1, count + 1):
         if colocation != "separate_gpus":
@@ -245,15 +248,20 @@ def _fitted(
     again = (True,) if trainer.recompute else (False, True)
     tried = [trainer.but(max_tokens_per_microbatch=size, recompute=recompute) for recompute in again for size in sizes]
     fitting = [t for t in tried if trainer_peak_bytes(t, model) + plans.TRAINING_SLACK_BYTES <= machine.gpu_bytes]
-    chosen = [(t, _shared(engine, t, model, machine)) for t in fitting]
+    chosen = [(t, shared) for t in fitting if (shared := _shared(engine, t, model, machine))]
     return min(chosen, key=lambda pair: TO_SAMPLING_S[pair[1].colocation] / 10 + pair[0].recompute, default=None)
 
 
-def _shared(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: plans.Machine) -> EngineConfig:
-    """The engine with its colocation plan; one that was set by hand stays."""
+def _shared(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: plans.Machine) -> EngineConfig | None:
+    """The engine with its colocation plan; one that was set by hand stays. None: it cannot keep the experts that it shares beside this trainer."""
     if engine.colocation not in ("auto", "separate_gpus"):
         return engine
-    return engine.but(colocation=plans.choose(engine, trainer, model, machine).colocation)
+    try:
+        return engine.but(colocation=plans.choose(engine, trainer, model, machine).colocation)
+    except ValueError:
+        if not trainer.share_experts:
+            raise
+        return None
 
 
 def _running(engine: EngineConfig, kind: str, model: Model, work: PlannedStep) -> int:

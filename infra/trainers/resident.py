@@ -20,6 +20,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from infra.machine import devices
+from infra.megatron.protocol import shared_experts
 from infra.megatron.protocol.job import TrainJob, TrainResult, stage_of
 from infra.megatron.protocol.mailbox import Mailbox, Owner, QueuedJob, State
 from infra.processes import children, gpu_programs
@@ -73,8 +74,9 @@ class PersistentTrainer:
             log.warning("the persistent trainer failed, a fresh one does the job: %s", error)
             stop_recorded()
             _clean(job)
-            # Perhaps the engine ended, whose experts it computed with.
-            return TorchrunTrainer().train(job.model_copy(update={"shared_experts": None}), folder)
+            lent = job.shared_experts  # perhaps that engine ended; one that lives leaves no room for a second copy
+            lent = lent if lent and shared_experts.of_living_engine(lent) else None
+            return TorchrunTrainer().train(job.model_copy(update={"shared_experts": lent}), folder)
         except BaseException:
             stop_recorded()
             raise

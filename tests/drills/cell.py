@@ -22,11 +22,12 @@ import forks
 import in_flight_cells
 import namespace
 import node_cells
+import shared_cells
 import strike
 import tool_cells
 from attempts import Attempt, ByHand, OnAWorker
 from judge_server import judge_server
-from matrix import DELIVERING, JUDGING, PAYING, SCORING, Cell
+from matrix import ALL_REAL, DELIVERING, JUDGING, PAYING, SCORING, Cell
 from own_service import OwnService, is_own_service
 from session import (
     HERE,
@@ -57,7 +58,7 @@ NEEDS_MLFLOW = ("mlflow", "delivery")
 """Targets for which there is a server; the other cells have a store in a file."""
 ATTEMPT_LIMIT_S = 45.0
 SLOW_ATTEMPT_LIMIT_S = 300.0
-SLOW_VARIANTS = ("real", "tasksets", *node_cells.VARIANTS, *carried_cells.NUM_STEPS)
+SLOW_VARIANTS = (*ALL_REAL, "tasksets", *node_cells.VARIANTS, *carried_cells.NUM_STEPS)
 """With real parts, or with a worker, a taskset or several steps of episodes, which start Python several times."""
 OUTAGE_S = 1.5
 """So long Prefect's server is away, or misbehaves."""
@@ -135,7 +136,7 @@ class Running:
         if self.cell.target == "prefect":
             api_port = self.port
         environment |= far_cells.environment_of(self)
-        if self.needs_mlflow and self.cell.variant != "real":
+        if self.needs_mlflow and self.cell.variant not in ALL_REAL:
             environment["RATCHET_MLFLOW_URI"] = f"http://127.0.0.1:{self.port}"
         return environment | {"PREFECT_API_URL": f"http://127.0.0.1:{api_port}/api"}
 
@@ -162,6 +163,8 @@ class Running:
             self.config = with_reward_model(self.config, self.session.reward_model)
         if self.cell.variant == "judged":
             self.config = with_judge_adapter(self.config, self.session.judge_adapter)
+        if self.cell.variant == shared_cells.VARIANT:
+            self.config = shared_cells.with_reward(self.config)
         if self.cell.variant == "second judge":
             self.config = with_judge_server(self.config, self.session.model)
         if self.cell.point == PAYING:
@@ -169,12 +172,12 @@ class Running:
             self.open_judge()
             self.config = with_judge(self.config, f"http://127.0.0.1:{self.judge_port}/v1")
         (self.folder / "config.json").write_text(self.config.model_dump_json())
-        plan = {"point": self.cell.point, "is_real": self.cell.variant == "real", "replicas": self.config.engine.replicas}
+        plan = {"point": self.cell.point, "is_real": self.cell.variant in ALL_REAL, "replicas": self.config.engine.replicas}
         plan |= {"num_steps": self.num_steps, "is_cut": is_cut}
         plan |= {"holds_samples": self.cell.variant == in_flight_cells.BY_TIME}
         plan |= {"digits": digits_of(self.session.model)} if self.cell.variant == "judged" else {}
         (self.folder / "plan.json").write_text(json.dumps(plan))
-        self.environment |= write_interpreters(self.folder, real=self.cell.variant == "real")
+        self.environment |= write_interpreters(self.folder, real=self.cell.variant in ALL_REAL)
         for service in self.services.values():
             service.start()
         if (self.cell.target == "prefect" or self.needs_mlflow or self.cell.variant == "store") and not self.services:
@@ -224,6 +227,8 @@ class Running:
             self._cut(fault)
         elif target == "judge":
             self._strike_judge(fault)
+        elif (cell.variant, fault) == (shared_cells.VARIANT, "garbage"):
+            shared_cells.damage(self)
         else:
             pid = attempt.flow_pid() if target == "flow" else self.find(target)
             if pid is None:
@@ -232,6 +237,8 @@ class Running:
                 strike.send(pid, fault)
             else:
                 strike.order(self.folder, target, fault, pid)
+        if (cell.variant, target, fault) == (shared_cells.VARIANT, "engine", "SIGKILL"):
+            shared_cells.await_end_of_lender(self)
         if target == "prefect":
             self.restore = (time.monotonic() + OUTAGE_S, self.mend)
         self.struck_at = time.time()
@@ -254,7 +261,7 @@ class Running:
             )
             if now != counts:
                 counts, since = now, time.monotonic()
-            is_taken_in = counts[0] == counts[1] or self.cell.variant == "real"  # the real engine counts nothing
+            is_taken_in = counts[0] == counts[1] or self.cell.variant in ALL_REAL  # the real engine counts nothing
             if is_taken_in and time.monotonic() - since > SETTLED_S:
                 return
             time.sleep(0.02)

@@ -13,8 +13,10 @@ import far_cells
 import forks
 import in_flight_cells
 import node_cells
+import shared_cells
 import strike
 import tool_cells
+from matrix import ALL_REAL
 from session import NUM_TURNS
 
 if TYPE_CHECKING:
@@ -58,6 +60,8 @@ def after(running: "Running") -> Found:
         _trained_once(running, problems)
         _deliver(running, problems)
         far_cells.after(running, problems)
+        if running.cell.variant == shared_cells.VARIANT:
+            shared_cells.after(running, problems)
     node_cells.after(running, problems)
     _nothing_left(running, problems)
     calls = tool_cells.calls_of(running.folder) if running.cell.variant in tool_cells.VARIANTS else {}
@@ -127,7 +131,7 @@ def _made_once(running: "Running", problems: list[str]) -> None:
 def _trained_once(running: "Running", problems: list[str]) -> None:
     """The trainer's twin did its job once, wherever its result was whole before the strike, or not begun."""
     path = running.folder / "trained.jsonl"
-    is_twin, is_known = running.cell.variant != "real", running.cell.target != "any"
+    is_twin, is_known = running.cell.variant not in ALL_REAL, running.cell.target != "any"
     # While a replica waits for its strike, another one makes its samples, and the step goes on.
     is_training = running.cell.point in ("train.middle", "train.publish") or running.cell.variant in (
         *("queue", "episodes ahead", "replicas"),

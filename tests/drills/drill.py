@@ -47,7 +47,7 @@ def main() -> int:
     with opened(folder, options.port, needs=needs, keeps=options.keep) as session:
         print(f"{len(cells)} cells in {folder}, servers up after {time.monotonic() - begin:.0f} s", flush=True)
         outcomes = known + _undisturbed(cells, session)
-        twins, real = [c for c in cells if c.variant != "real"], [c for c in cells if c.variant == "real"]
+        twins, real = [c for c in cells if c not in matrix.REAL], [c for c in cells if c in matrix.REAL]
         outcomes += _in_lanes(twins, session, options.lanes)
         outcomes += _in_lanes(real, session, 1)  # SGLang and Megatron want both cores
     seconds = time.monotonic() - begin

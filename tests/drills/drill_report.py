@@ -59,6 +59,7 @@ VARIANTS = {
     "Twins, two nodes of a Ray cluster": ("nodes",),
     "Twins, one engine over two nodes of a Ray cluster": ("engine over nodes",),
     "Everything real (SGLang, Megatron under torchrun, Prefect's server and worker, MLflow)": ("real",),
+    "Everything real, and the trainer computes with the engine's experts": ("shared experts",),
 }
 AT_RANDOM = "kill -9 of a random target at a random moment"
 HEAD = "| {} | cells | passed | failed | median s to recover | longest |\n|--|--:|--:|--:|--:|--:|"

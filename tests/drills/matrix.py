@@ -81,6 +81,7 @@ Variant = Literal[
     "episodes ahead",
     "nodes",
     "engine over nodes",
+    "shared experts",
     "real",
 ]
 """twins: of SGLang and of a torchrun for each step; resident: the trainer stays between steps; episodes: samples are episodes of an
@@ -90,7 +91,8 @@ share the turns of episodes; scored: a real reward model, tiny, gives the reward
 in the twin of SGLang gives them; second judge: a second model gives them in a server of its own; queue, store:
 see far_cells.py; in flight: see in_flight_cells.py; carried, episodes ahead: see carried_cells.py;
 nodes: two nodes of a Ray cluster share samples and ranks; engine over nodes: the same, where the engine is one server with a part on each node;
-real: everything is real."""
+shared experts: see shared_cells.py, and everything is real; real: everything is real."""
+ALL_REAL: tuple[Variant, ...] = ("real", "shared experts")
 SAME_DIGEST: dict[Variant, Variant] = {
     "resident": "twins",
     "replicas": "twins",
@@ -328,6 +330,10 @@ REAL = (
     Cell("train.middle", "worker", "SIGKILL", "real"),
     Cell("commit_step.delivery", "mlflow", "SIGKILL", "real"),
     Cell("train.begin", "prefect", "SIGKILL", "real"),
+    Cell("train.middle", "engine", "SIGKILL", "shared experts"),
+    Cell("train.middle", "rank 0", "SIGKILL", "shared experts"),
+    Cell("train.middle", "flow", "SIGKILL", "shared experts"),
+    Cell("train.middle", "engine", "garbage", "shared experts"),
 )
 SAMPLE = (
     Cell("wake_engine.launch", "engine", "SIGKILL"),

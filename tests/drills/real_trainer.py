@@ -1,4 +1,5 @@
-"""The real torchrun and the real trainer program, with one point to stop at: rank 0 has written the adapter, the other ranks wait for it.
+"""The real torchrun and the real trainer program, with one point to stop at: rank 0 has written the adapter, the other ranks wait for it. With
+the engine's experts it is an earlier one: before their sums are compared, after the last backward pass.
 
 Started as torchrun is, through RATCHET_TRAINER_PYTHON.
 """
@@ -26,6 +27,16 @@ def main(arguments: list[str]) -> int:
         return saving
 
     checkpoint.save = save_and_stop
+    from infra.megatron.program.session import TrainerSession
+
+    check_experts = TrainerSession.check_experts
+
+    def stop_and_check(session: TrainerSession) -> None:
+        if session.experts:
+            points.reach("train.middle")
+        check_experts(session)
+
+    TrainerSession.check_experts = stop_and_check  # type: ignore[method-assign]
     return program.main(arguments[1:])
 
 

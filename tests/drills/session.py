@@ -10,17 +10,18 @@ import time
 import urllib.request
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import carried_cells
 import far_cells
 import forks
 import in_flight_cells
 import node_cells
+import shared_cells
 import strike
 import tool_cells
 from judge_server import Reply
-from matrix import SAME_DIGEST, Variant
+from matrix import ALL_REAL, SAME_DIGEST, Variant
 from shared import SMALL_QWEN3, write_interpreter
 
 from infra.config import EnvironmentConfig, RewardConfig, RunConfig
@@ -58,6 +59,10 @@ class Session(NamedTuple):
         return self.folder / "models" / "random-tiny"
 
     @property
+    def mixture(self) -> Path:
+        return self.folder / "models" / "random-tiny-moe"
+
+    @property
     def judge_adapter(self) -> Path:
         return self.folder / "models" / "judge-adapter"
 
@@ -91,14 +96,15 @@ class Undisturbed(NamedTuple):
 
 def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
     """A small step with short deadlines."""
-    is_real, is_slow = variant == "real", variant in node_cells.VARIANTS
+    is_real, is_slow = variant in ALL_REAL, variant in node_cells.VARIANTS
+    model = session.mixture if variant == shared_cells.VARIANT else session.real_model if is_real else session.model
     max_tokens = in_flight_cells.MAX_TOKENS if variant in in_flight_cells.VARIANTS else 24 if is_real else 16
-    own = carried_cells.of_run(variant)
+    own = carried_cells.of_run(variant) or shared_cells.of_run(variant)
     return RunConfig.model_validate(
         {
             "name": run,
             **far_cells.settings_of(variant),
-            "model": str(session.real_model if is_real else session.model),
+            "model": str(model),
             "data": {"num_prompts": 4, "max_prompt_tokens": 128, **own.get("data", {})},
             "engine": {
                 "max_context_tokens": 256,
@@ -110,7 +116,7 @@ def config_of(session: Session, variant: Variant, run: str) -> RunConfig:
                 **node_cells.engine_of(variant),
                 **own.get("engine", {}),
             },
-            "sampling": {"group_size": 8 if is_real else 4, "max_output_tokens": max_tokens},
+            "sampling": {"group_size": 8 if variant == "real" else 4, "max_output_tokens": max_tokens},
             "trainer": {
                 "num_processes": 2,
                 "timeout_s": 60 if is_real or is_slow else 5,
@@ -312,7 +318,9 @@ def opened(folder: Path, first_port: int, *, needs: Collection[str], keeps: bool
     _do(session, "model", lambda: _make_model(session.model))
     _do(session, "empty-store", lambda: _make_store(session.store))
     if "real" in needs:
-        _do(session, "real-model", lambda: _make_real_model(session.real_model))
+        _do(session, "real-model", lambda: _make_real_model(session.real_model, "tiny"))
+    if shared_cells.VARIANT in needs:
+        _do(session, "mixture", lambda: _make_real_model(session.mixture, "tiny-moe"))
     if "judged" in needs:
         _do(session, "judge-adapter", lambda: _make_judge_adapter(session.judge_adapter, session.model))
     if "scored" in needs:
@@ -396,14 +404,14 @@ def _make_model(folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(SMALL_QWEN3))
 
 
-def _make_real_model(folder: Path) -> None:
+def _make_real_model(folder: Path, kind: Literal["tiny", "tiny-moe"]) -> None:
     from infra.tiny_model.architecture import random_model
     from infra.tiny_model.tokenizer import train_tokenizer
 
     if not (folder / "config.json").exists():
         tokenizer = train_tokenizer()
         tokenizer.save_pretrained(folder)
-        random_model("tiny", tokenizer, 0).save_pretrained(folder)
+        random_model(kind, tokenizer, 0).save_pretrained(folder)
 
 
 def _make_reward_model(folder: Path) -> None:

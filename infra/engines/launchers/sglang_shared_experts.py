@@ -3,8 +3,9 @@
 `RATCHET_SHARED_EXPERTS=FOLDER` asks for it. Read in SGLang 0.5.17 (GPU) and 0.5.18 (CPU), where the stacked experts of a layer are
 `model.layers.N.mlp.experts.w13_weight` [E, 2 F, H], gate before up, and `w2_weight` [E, H, F].
 
-* On a GPU: CUDA's handle of the memory, which a program of the same user can map. The weights must lie outside torch_memory_saver, whose
-  memory has no such handle. So nothing of them can be released.
+* On a GPU: CUDA's handle of the memory, which a program of the same user can map. torch_memory_saver allocates by cuMemCreate, and torch's
+  expandable segments do: such memory has no handle. So the weights lie outside of it, and nothing of them can be released. Where another program
+  cannot map them, the engine's start fails before its weights are read.
 * On a CPU: the values move into files of the folder, which both programs map.
 
 Runs in SGLang's own environment and imports nothing of ours. `sglang_server.py` loads it in every process that the server spawns; the one that
@@ -17,6 +18,7 @@ import importlib.abc
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +34,9 @@ MODULE = "sglang.srt.model_executor.model_runner_components.load_model_utils"
 FUNCTION = "load_model_with_memory_saver"
 STACKS = (".experts.w13_weight", ".experts.w2_weight")
 HANDLE_BYTES = 64
+ADVICE = "Set trainer.share_experts to false"
+PROBED = 0x1234_5678_9ABC
+PROBE_TIMEOUT_S = 60
 
 
 class NothingSaved:
@@ -69,14 +74,36 @@ def share(folder: Path) -> None:
     def patch(module: ModuleType) -> None:
         load = getattr(module, FUNCTION)
 
-        def load_and_share(*, memory_saver_adapter: object, **rest: Any) -> Any:
-            loaded = load(memory_saver_adapter=NothingSaved(), **rest)
+        def load_and_share(*, memory_saver_adapter: object, is_draft_worker: bool = False, **rest: Any) -> Any:
+            if is_draft_worker:  # its model is another one
+                return load(memory_saver_adapter=memory_saver_adapter, is_draft_worker=True, **rest)
+            if torch.device(rest["device"]).type == "cuda":
+                check_mapping(int(rest["gpu_id"]))
+            loaded = load(memory_saver_adapter=NothingSaved(), is_draft_worker=False, **rest)
             write(loaded.model, folder)
             return loaded
 
         setattr(module, FUNCTION, load_and_share)
 
     sys.meta_path.insert(0, PatchAfterImport(MODULE, patch))
+
+
+def check_mapping(number: int) -> None:
+    """Check that another program can map memory of this one. number: The GPU, in CUDA's order.
+
+    Raises:
+        RuntimeError: says why not.
+    """
+    known = torch.full((2**17,), PROBED, dtype=torch.int64, device=f"cuda:{number}")
+    torch.cuda.synchronize(number)
+    handle, offset = cuda_handle(known.data_ptr())
+    program = str(Path(__file__).with_name("map_probe.py"))
+    command = [sys.executable, program, str(number), handle.hex(), str(offset)]
+    environment = {**os.environ, "LD_PRELOAD": ""}  # without torch_memory_saver
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+    if done.returncode or int(done.stdout) != PROBED:
+        said = (done.stderr.strip().splitlines() or [f"it reads {done.stdout.strip()}, not {PROBED}"])[-1]
+        raise RuntimeError(f"another program cannot map this one's memory on the GPU: {said}. {ADVICE}")
 
 
 def write(model: torch.nn.Module, folder: Path) -> None:
@@ -122,5 +149,5 @@ def cuda_handle(address: int) -> tuple[bytes, int]:
         driver.cuIpcGetMemHandle(ctypes.byref(handle), base),
     ):
         if code:
-            raise RuntimeError(f"CUDA gives no handle of the experts' memory: error {code}")
+            raise RuntimeError(f"CUDA gives no handle of this program's memory: error {code}. {ADVICE}")
     return bytes(handle), address - base.value

@@ -1,10 +1,13 @@
 """The experts of a mixture whose trainer computes with the engine's copy: with trainer.share_experts nothing of them moves between the two.
 
 job with shared_experts:    the engine's memory is mapped, and once compared with the model's files, value by value
-job without (engine ended): the program reads a copy of its own from the files, and frees it when it falls asleep
+job without (engine ended): the program reads a copy of its own from the files
 
 What a job computes is the same, to the bit. It never computes with memory of an engine that has ended, or with values that changed: sums of all
 experts are taken when they were compared, and must be the same before each job and after its last backward pass.
+
+Between two jobs nothing is mapped: memory that another program maps may stay taken after its engine has ended, and then the next engine finds no
+room. On a GPU the mapping is CUDA's inter-process memory (cuIpcOpenMemHandle of the driver's API).
 """
 
 import ctypes
@@ -25,9 +28,14 @@ log = logging.getLogger(__name__)
 
 ENGINE_NAMES = {"gate_up": "w13_weight", "down": "w2_weight"}
 HANDLE_BYTES = 64
+ADVICE = "Set trainer.share_experts to false"
 
 
-class ExpertsChanged(ValueError):
+class UnusableExperts(ValueError):
+    """The engine's experts cannot be mapped here."""
+
+
+class ExpertsChanged(UnusableExperts):
     """The engine's experts are not those of the model's files."""
 
 
@@ -46,7 +54,11 @@ class ExpertWeights:
         count, hidden, ffn = a.experts.count, a.hidden_size, a.experts.ffn_size
         self.shapes = {"gate_up": (count, 2 * ffn, hidden), "down": (count, hidden, ffn)}
         self.lender: SharedExperts | None = None
+        """Whose memory is mapped."""
+        self.compared: SharedExperts | None = None
+        """Whose memory was compared with the files."""
         self.sums: dict[str, Tensor] = {}
+        """Of what was compared."""
         self.opened: list[int] = []
 
     @torch.no_grad()
@@ -56,20 +68,22 @@ class ExpertWeights:
         path: The engine's file; None: memory of their own.
 
         Raises:
+            UnusableExperts: if they cannot be mapped here.
             ExpertsChanged: if the engine has other values than the files.
             EngineEnded: if it ends meanwhile.
         """
         lender = shared_experts.of_living_engine(path) if path else None
         if path and lender is None:
             raise EngineEnded(f"the engine whose experts {path} names has ended")
-        if lender is not None and lender == self.lender:
-            self.check()
-            return
         self.release()
-        if lender is None:
+        if lender is None or path is None:
             self._read()
+            return
+        self.map(lender, path.parent)
+        if lender == self.compared:
+            self.check()
         else:
-            self._map(lender, path)  # type: ignore[arg-type]  # it was given
+            self._compare(lender)
 
     def check(self) -> None:
         """Check that the mapped memory is the engine's, and holds what was compared. Nothing for a copy of our own.
@@ -90,17 +104,17 @@ class ExpertWeights:
 
     def release(self) -> None:
         """Leave the engine's memory, or free our own copy."""
+        if self.opened:
+            torch.cuda.synchronize()  # no kernel may still read what is closed
         for parameter in self.parameters.values():
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        self.sums, self.lender = {}, None
+        self.lender = None
         for address in self.opened:
-            _driver("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+            try:
+                _driver("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+            except UnusableExperts as error:  # its engine may have ended; the step that was made is whole
+                log.warning("%s", error)
         self.opened = []
-
-    def release_own(self) -> None:
-        """Free a copy of our own. The engine's memory stays mapped: it takes nothing."""
-        if self.lender is None:
-            self.release()
 
     def _read(self) -> None:
         log.info("experts: read from %s", self.folder)
@@ -108,7 +122,14 @@ class ExpertWeights:
             parameter.data = torch.empty(self._shape(name), dtype=parameter.dtype, device=parameter.device)
         base_weights.load(self.parameters, self.folder, self.a, self.layout)
 
-    def _map(self, lender: SharedExperts, path: Path) -> None:
+    def map(self, lender: SharedExperts, folder: Path) -> None:
+        """Map the memory of a living engine. Its values are not looked at.
+
+        folder: Of the engine's file.
+
+        Raises:
+            UnusableExperts, ExpertsChanged, EngineEnded
+        """
         bases: dict[str, int] = {}
         for name, parameter in self.parameters.items():
             stack = lender.stacks.get(engine_name(name))
@@ -118,14 +139,22 @@ class ExpertWeights:
                 raise ExpertsChanged(
                     f"{engine_name(name)} of the engine is {found}, the trainer needs {asked[1]} {list(asked[0])}"
                 )
-            parameter.data = self._mapped(stack, path.parent, parameter, bases)
+            try:
+                parameter.data = self._mapped(stack, folder, parameter, bases)
+            except UnusableExperts:
+                if lender.is_held():
+                    raise
+                raise EngineEnded(f"the engine's process {lender.process.pid} ended before its experts were mapped") from None
+        self.lender = lender
+
+    def _compare(self, lender: SharedExperts) -> None:
         if other := base_weights.differing(self.parameters, self.folder, self.a, self.layout):
             self.release()
             raise ExpertsChanged(
                 f"{other} of the engine's memory differs from {self.folder}: the engine serves other weights. End it with `ratchet down`"
             )
         self.sums = {name: sums_of(parameter) for name, parameter in self.parameters.items()}
-        self.lender = lender
+        self.compared = lender
         log.info("experts: those of the engine's process %d, equal to the files in %s", lender.process.pid, self.folder)
 
     def _mapped(self, stack: Stack, folder: Path, parameter: Tensor, bases: dict[str, int]) -> Tensor:
@@ -180,9 +209,14 @@ class _Memory:
 
 def _at(address: int, shape: tuple[int, int, int], like: Tensor) -> Tensor:
     num_bytes = shape[0] * shape[1] * shape[2] * like.element_size()
-    return torch.as_tensor(_Memory(address, num_bytes), device=like.device).view(like.dtype).view(shape)
+    mapped = torch.as_tensor(_Memory(address, num_bytes), device=like.device)
+    if mapped.data_ptr() != address:  # torch copies what lies on another GPU
+        raise UnusableExperts(f"the engine's experts lie on another GPU than the trainer's, {like.device}. {ADVICE}")
+    return mapped.view(like.dtype).view(shape)
 
 
 def _driver(function: str, *arguments: object) -> None:
     if code := getattr(ctypes.CDLL("libcuda.so.1"), function)(*arguments):
-        raise RuntimeError(f"CUDA cannot map the engine's experts: {function} gives error {code}")
+        raise UnusableExperts(
+            f"the engine's experts cannot be shared on this GPU: {function} gives CUDA's error {code}. {ADVICE}"
+        )

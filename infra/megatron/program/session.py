@@ -79,7 +79,7 @@ class TrainerSession:
         """Return the frozen model on its device, and this rank's parallel context. Collective.
 
         Raises:
-            ExpertsChanged, EngineEnded: as infra.megatron.checkpoint.shared_experts has them.
+            UnusableExperts, EngineEnded: as infra.megatron.checkpoint.shared_experts has them.
         """
         self.asleep = None
         if self.net is not None and self.place is not None:
@@ -210,11 +210,11 @@ class TrainerSession:
         return self.asleep
 
     def _give_back(self) -> int:
+        if self.experts:
+            self.experts.release()
         if self.net is None or self.place is None or self.place.device.type == "cpu":
             return 0
         torch.cuda.synchronize()
-        if self.experts:
-            self.experts.release_own()
         if self.copy:
             self.copy.take()
             self.copy.drop()

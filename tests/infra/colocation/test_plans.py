@@ -292,6 +292,10 @@ def test_a_trainer_that_shares_the_experts_needs_room_for_the_rest_alone() -> No
         match=r"trainer\.share_experts true needs the plan keep_weights: the trainer needs about .* do not fit beside it",
     ):
         plans.choose(EngineConfig(), shared.but(max_tokens_per_microbatch=32768), mixture, H200)
+    with pytest.raises(
+        ValueError, match=r"trainer\.share_experts true needs one GPU for both, but engine and trainer have GPUs of"
+    ):
+        plans.choose(EngineConfig(), shared, mixture, H200._replace(is_split=True))
     assert trainer_peak_bytes(trainer(8192, share_experts=True), model(DENSE_7B)) == trainer_peak_bytes(own, model(DENSE_7B))
 
 

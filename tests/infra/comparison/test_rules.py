@@ -35,6 +35,11 @@ PUBLISHED = {
 }
 
 
+def test_a_comparison_has_a_trainer_with_experts_of_its_own() -> None:
+    with pytest.raises(ValidationError, match=r"trainer\.share_experts true in a comparison of engines is not supported"):
+        ComparisonConfig.model_validate({**PUBLISHED, "trainer": {"share_experts": True}})
+
+
 def start(backend: str, *, version: str = "1.0", number: int = 0, left: float = 0.0) -> EngineStart:
     return EngineStart(
         backend=backend,

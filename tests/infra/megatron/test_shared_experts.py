@@ -1,5 +1,6 @@
 """A trainer that computes with the engine's experts: real programs, whose results must be those of a trainer with its own, byte for byte."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -140,6 +142,35 @@ def test_an_engine_that_ends_in_the_middle_costs_its_step_no_bit(
     assert resident.recorded() is None, "the program that had mapped the ended engine's memory has ended too"
     assert FROM_FILES in log_of(made)
     made.assert_same_bytes(train("qwen3-moe", **many))
+
+
+def test_a_trainer_that_is_killed_maps_the_living_engine_s_experts_again(new_shared: Job, train: Job, make_batch: Job) -> None:
+    """A copy of its own would find no room beside the engine."""
+    many = {"batch": make_batch(num_sequences=300), "max_tokens_per_microbatch": 45}
+    made = new_shared(**many)
+
+    def kill() -> None:
+        state = resident.recorded()
+        assert state
+        for each in children.members(state.process.program):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+
+    killer = in_the_middle(made, kill)
+    run(made)
+    killer.join()
+    assert resident.recorded() is None
+    assert LEFT in log_of(made) and FROM_FILES not in log_of(made)
+    made.assert_same_bytes(train("qwen3-moe", **many))
+
+
+def test_a_trainer_that_sleeps_maps_nothing_of_the_engine(new_shared: Job, engine: Lender) -> None:
+    """Else the memory would stay taken after the engine's end."""
+    state = run(new_shared())
+    assert state
+    maps = [Path(f"/proc/{each.pid}/maps").read_text() for each in children.members(state.process.program)]
+    assert any("libtorch" in found for found in maps)
+    assert not any(f"{engine.path.parent}/" in found for found in maps)
 
 
 def test_an_engine_that_has_ended_when_its_job_begins_costs_no_step(new_shared: Job, train: Job, engine: Lender) -> None:

@@ -14,7 +14,7 @@ from infra.forecast.rates import Rates, rates_of
 from infra.forecast.shapes import GPU_KINDS, SHAPES, gpus_in, model_of
 from infra.models.architecture import base_shapes, num_active
 from infra.simulation import plan_words
-from infra.simulation.machine_plan import GIB, Candidate, PlannedStep, candidates, plan_machine, simulated
+from infra.simulation.machine_plan import GIB, Candidate, Given, PlannedStep, candidates, plan_machine, simulated
 from infra.simulation.scenario import Scenario
 
 SEVEN = model_of("qwen2.5-7b")
@@ -132,6 +132,14 @@ def test_the_best_are_in_order_and_share_the_gpus_in_different_ways() -> None:
     ways = {(each.candidate.engine_gpus, each.candidate.trainer_gpus, each.candidate.is_split) for each in found.best}
     assert len(ways) == 3
     assert found.on_policy and not found.on_policy.candidate.is_split and found.on_policy.step_s >= seconds[0]
+
+
+def test_experts_that_are_shared_are_on_one_gpu_with_micro_batches_that_fit_beside_the_engine() -> None:
+    given = Given.of(SMALL)
+    shared = given._replace(trainer=given.trainer.but(share_experts=True))
+    model = model_of("qwen3-30b-a3b")
+    found = list(candidates(2, "H200", model, SMALL, ROUND, shared))
+    assert {(c.engine_gpus, c.trainer_gpus, c.is_split, c.engine.colocation) for c in found} == {(1, 1, False, "keep_weights")}
 
 
 def test_its_options_are_a_configuration() -> None:
