@@ -56,6 +56,10 @@ class RewardFailed(ValueError):
     """A reward could not judge more samples than may be left out. The message is one line that says all; a traceback adds nothing."""
 
 
+class NoNodesForRanks(ValueError):
+    """The trainer's ranks do not fit on the nodes that are left. The message is one line that says all."""
+
+
 class StoreRefused(ValueError):
     """The store at RATCHET_STORE_URL does not take these keys, or there is none. The message is one line that says all."""
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from infra.cluster import connection, node_agent
 from infra.cluster.nodes import ClusterNode
 from infra.config import TrainerConfig
-from infra.failures import NodeLost, TrainerLost, TrainerNodeLost, TrainingFailed
+from infra.failures import NodeLost, NoNodesForRanks, TrainerLost, TrainerNodeLost, TrainingFailed
 from infra.machine import ports
 from infra.megatron.protocol.job import TrainJob, TrainResult
 from infra.processes import children, logs
@@ -78,7 +78,7 @@ def layout(num_processes: int, living: Sequence[ClusterNode]) -> list[ClusterNod
     """Return the nodes for a number of ranks: as many nodes as share them evenly and have a GPU for each of theirs, if they have any.
 
     Raises:
-        ValueError: if they do not fit on the living nodes.
+        NoNodesForRanks: if they do not fit on the living nodes.
     """
     for count in range(min(num_processes, len(living)), 0, -1):
         on_each, rest = divmod(num_processes, count)
@@ -86,9 +86,9 @@ def layout(num_processes: int, living: Sequence[ClusterNode]) -> list[ClusterNod
         if not rest and len(roomy) >= count:
             return roomy[:count]
     if not living:
-        raise ValueError("all nodes that this run used are lost: give the same command again, it uses those that live then")
+        raise NoNodesForRanks("all nodes that this run used are lost: give the same command again, it uses those that live then")
     there = ", ".join(f"{node.address} ({node.num_gpus} GPUs)" for node in living)
-    raise ValueError(
+    raise NoNodesForRanks(
         f"trainer.num_processes {num_processes} does not fit evenly on the living nodes {there}: add a node, or lower it (another number of "
         "ranks gives other last bits)"
     )

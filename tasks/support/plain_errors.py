@@ -2,10 +2,10 @@
 
 import logging
 
-from infra.failures import NoNodeForEngine, RewardFailed, StoreRefused
+from infra.failures import NoNodeForEngine, NoNodesForRanks, RewardFailed, StoreRefused
 
 LOGGERS = ("prefect.task_runs", "prefect.flow_runs", "prefect.engine")
-ONE_LINE = (RewardFailed, StoreRefused, NoNodeForEngine)
+ONE_LINE = (RewardFailed, StoreRefused, NoNodeForEngine, NoNodesForRanks)
 
 
 class Once(logging.Filter):

@@ -1552,8 +1552,8 @@ BREAKAGES = (
         "stores",
         "keys that a store refuses are a stack of calls",
         "tasks/support/plain_errors.py",
-        "ONE_LINE = (RewardFailed, StoreRefused, NoNodeForEngine)",
-        "ONE_LINE = (RewardFailed, NoNodeForEngine)",
+        "ONE_LINE = (RewardFailed, StoreRefused, NoNodeForEngine, NoNodesForRanks)",
+        "ONE_LINE = (RewardFailed, NoNodeForEngine, NoNodesForRanks)",
         "tests/tasks/test_rewards.py::test_an_error_of_one_line_is_logged_once_and_without_a_traceback",
     ),
     Breakage(

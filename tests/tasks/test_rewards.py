@@ -11,7 +11,7 @@ import pytest
 from infra.config import RewardConfig
 from infra.data.dataset import Row
 from infra.data.prompts import Prompt
-from infra.failures import NoNodeForEngine, RewardFailed, StoreRefused
+from infra.failures import NoNodeForEngine, NoNodesForRanks, RewardFailed, StoreRefused
 from infra.rewards import client
 from infra.rewards.built_in import gsm8k
 from infra.rewards.outcome import Outcome, of_value, parts_of
@@ -371,6 +371,7 @@ def test_a_reward_s_digest_covers_the_modules_that_it_loads(tmp_path: Path, monk
         RewardFailed("reward 'r' raised KeyError: 'x' at r.py:3"),
         StoreRefused("s3://runs does not take .ratchet with these keys"),
         NoNodeForEngine("replica 0 of the engine has no node"),
+        NoNodesForRanks("trainer.num_processes 4 does not fit evenly on the living nodes"),
     ],
 )
 def test_an_error_of_one_line_is_logged_once_and_without_a_traceback(error: Exception, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import pytest
 from infra.cluster import connection, node_agent, nodes
 from infra.cluster.nodes import ClusterNode, Placement
 from infra.config import TrainerConfig
-from infra.failures import EngineUnavailable, NodeLost, TrainerLost, TrainerNodeLost, TrainingFailed, classify
+from infra.failures import EngineUnavailable, NodeLost, NoNodesForRanks, TrainerLost, TrainerNodeLost, TrainingFailed, classify
 from infra.megatron.protocol.job import TrainJob
 from infra.processes import gpu_lock
 from infra.processes.children import ProcessRef
@@ -265,13 +265,13 @@ def test_ranks_are_spread_evenly_over_as_many_nodes_as_have_a_gpu_for_each(
 def test_a_trainer_that_does_not_fit_on_the_living_nodes_is_one_line(num_processes: int, gpus: list[int]) -> None:
     living = [node(number, count) for number, count in enumerate(gpus, start=1)]
     with pytest.raises(
-        ValueError, match=rf"^trainer.num_processes {num_processes} does not fit .* 10\.0\.0\.1 \({gpus[0]} GPUs\)"
+        NoNodesForRanks, match=rf"^trainer.num_processes {num_processes} does not fit .* 10\.0\.0\.1 \({gpus[0]} GPUs\)"
     ):
         cluster.layout(num_processes, living)
 
 
 def test_a_training_without_any_node_says_that_all_are_lost() -> None:
-    with pytest.raises(ValueError, match=r"^all nodes that this run used are lost: give the same command again"):
+    with pytest.raises(NoNodesForRanks, match=r"^all nodes that this run used are lost: give the same command again"):
         cluster.layout(2, [])
 
 
