@@ -79,7 +79,8 @@ def page(content: dict[str, Any], struck: Outcomes) -> str:
         [HEAD.format("steps of"), *(_row(name, found) for name, found in groups.items()), _row("**all**", struck)]
     )
     before = (
-        f" {content['known']} of them passed in earlier parts of it, which were cut off; date and minutes are those of the last part."
+        f" {content['known']} of them passed in earlier parts of this drill, which were cut off, with the code of that time; "
+        "date and minutes are those of the last part."
         if content["known"]
         else ""
     )
@@ -87,12 +88,13 @@ def page(content: dict[str, Any], struck: Outcomes) -> str:
         "# The drill",
         f"{content['cells']} cells, {content['passed']} passed, {content['cells'] - content['passed']} failed.{before} {content['date']}, "
         f"{content['machine']}, {content['seconds'] / 60:.0f} minutes: `{content['command']}`.",
-        "A cell strikes one target with one fault at one point of one step, lets the attempt end, runs the same command again where the "
-        "step is not committed, and passes if: the step is committed once; its adapter has the digest of a run that nobody disturbed "
-        "(where the outcome of a tool is unknown, its episode is left out of training, and all others are as undisturbed); "
-        "every sample is there once, the optimizer took one step, MLflow has one run, one row and one model version; after `--stop` no "
-        "process of the cell lives and no lock is held. Seconds to recover: from the strike to the commit. *Twins* are programs that stand "
-        "in for SGLang and torchrun: they speak as these do, and compute almost nothing, so that a cell takes seconds.",
+        "Each cell is one run of a step in which one fault (such as SIGKILL) hits one target (such as the engine) at one point (such as the "
+        "middle of the rollout). If the step is not committed when the command ends, the same command is given again. The cell passes if the "
+        "step is committed once; its adapter has the digest of a run without any fault (where the outcome of a tool is unknown, its episode "
+        "is left out of training, and all others are as in that run); every sample is there once, the optimizer took one step, and MLflow "
+        "has one run, one row and one model version; and after `--stop` no process of the cell lives and no lock is held.",
+        "Seconds to recover: from the fault to the commit. *Twins* are programs that stand in for SGLang and torchrun: they have the same "
+        "interfaces and compute almost nothing, so that a cell takes seconds. At the end are cells in which everything is real.",
         summary,
         f"Samples that had been delivered before the strike and were asked for again: {again} in all cells together.",
         *([f"## Failed\n\n{failures(struck)}"] if content["passed"] < content["cells"] else []),
@@ -138,7 +140,7 @@ def calls_of_tools(outcomes: Outcomes) -> str:
 def _target_of(outcome: dict[str, Any]) -> str:
     """Of a kill at random: whom it hit."""
     hit = str(outcome["struck"]).rpartition(" ")[0] if outcome["target"] == "any" else str(outcome["target"])
-    return hit if hit in matrix.TARGETS else "nobody: gone before its moment"
+    return hit if hit in matrix.TARGETS else "no process: the target had ended before"
 
 
 def _table(title: str, outcomes: Outcomes, name_of: Callable[[dict[str, Any]], str], order: Sequence[str]) -> str:

@@ -245,13 +245,16 @@ LEFT_OUT: dict[tuple[str, str], str] = {
         for fault in FAULTS
         if target in far_cells.TARGETS or fault in far_cells.FAULTS
     },
-    **{(target, "HTTP 429"): "only a judge says that it is asked too often" for target in TARGETS},
-    **{(target, "raise"): "only what a user wrote raises an error: a tool, a taskset" for target in TARGETS},
+    **{(target, "HTTP 429"): "HTTP 429 (too many requests) comes from judges only" for target in TARGETS},
+    **{(target, "raise"): "this fault is an error raised by code of a user: a tool, a taskset" for target in TARGETS},
     **{("tool", fault): "it is called while episodes are played only" for fault in FAULTS},
-    **{("judge", fault): "it is asked in score only; a server that is away is away: SIGKILL" for fault in FAULTS},
+    **{
+        ("judge", fault): "it is asked in score only; every other way to end a server leaves the same behind as SIGKILL"
+        for fault in FAULTS
+    },
     **{("engine", fault): "it lives from wake_engine on" for fault in ("SIGKILL", "SIGTERM", "hang")},
     **{
-        ("engine", fault): "a fault in answering shows where the engine is asked"
+        ("engine", fault): "a wrong answer or an error can only be met where the engine is asked"
         for fault in ("exit 1", "out of memory", "garbage", "HTTP 500", "HTTP 503", "reset")
     },
     **{
@@ -266,7 +269,7 @@ LEFT_OUT: dict[tuple[str, str], str] = {
     ("rank 1", "garbage"): "only rank 0 writes a result",
     ("torchrun", "exit 1"): "what torchrun does when a rank ends is struck at the ranks",
     ("torchrun", "out of memory"): "torchrun holds no data",
-    ("torchrun", "garbage"): "torchrun answers nobody",
+    ("torchrun", "garbage"): "torchrun gives no answers that could be wrong",
     **{
         (target, fault): "no HTTP server"
         for target in ("rank 0", "rank 1", "torchrun", "flow", "worker", "delivery")
@@ -274,14 +277,14 @@ LEFT_OUT: dict[tuple[str, str], str] = {
     },
     ("flow", "exit 1"): "at these points the flow process waits for somebody else, or has nothing left to do",
     ("flow", "out of memory"): "an allocation fails where the flow process computes: at the begin and the end of each task",
-    ("flow", "garbage"): "a flow answers nobody",
+    ("flow", "garbage"): "a flow gives no answers that could be wrong",
     **{
         ("worker", fault): "a worker holds no state of a step: six points; each cell takes half a minute"
         for fault in ("SIGKILL", "SIGTERM", "hang")
     },
     **{("delivery", fault): "it lives after the step" for fault in ("SIGKILL", "SIGTERM", "hang")},
-    **{("delivery", fault): "for others it is ended, as by SIGTERM" for fault in ("exit 1", "out of memory")},
-    ("delivery", "garbage"): "a delivery answers nobody",
+    **{("delivery", fault): "it leaves the same behind as SIGTERM" for fault in ("exit 1", "out of memory")},
+    ("delivery", "garbage"): "a delivery gives no answers that could be wrong",
     **{
         (
             "reward worker",
@@ -294,19 +297,19 @@ LEFT_OUT: dict[tuple[str, str], str] = {
         for fault in FAULTS
     },
     **{("judge server", fault): "it is there in a run that such a server judges" for fault in FAULTS},
-    ("worker", "exit 1"): "for others a worker that exits is one that was ended by SIGTERM",
+    ("worker", "exit 1"): "it leaves the same behind as SIGTERM",
     ("worker", "out of memory"): "a worker holds no data; the kernel's out-of-memory killer sends SIGKILL",
-    ("worker", "garbage"): "a worker answers nobody",
+    ("worker", "garbage"): "a worker gives no answers that could be wrong",
     **{
-        ("mlflow", fault): "nobody speaks to MLflow before the delivery"
+        ("mlflow", fault): "MLflow is not asked before the delivery"
         for fault in ("SIGKILL", "hang", "garbage", "HTTP 500", "HTTP 503", "reset")
     },
-    ("mlflow", "SIGTERM"): "a server that is away is away: SIGKILL",
-    ("mlflow", "exit 1"): "a server that is away is away: SIGKILL",
-    ("mlflow", "out of memory"): "a server that is away is away: SIGKILL",
-    ("prefect", "SIGTERM"): "a server that is away is away: SIGKILL",
-    ("prefect", "exit 1"): "a server that is away is away: SIGKILL",
-    ("prefect", "out of memory"): "a server that is away is away: SIGKILL",
+    ("mlflow", "SIGTERM"): "every other way to end a server leaves the same behind as SIGKILL",
+    ("mlflow", "exit 1"): "every other way to end a server leaves the same behind as SIGKILL",
+    ("mlflow", "out of memory"): "every other way to end a server leaves the same behind as SIGKILL",
+    ("prefect", "SIGTERM"): "every other way to end a server leaves the same behind as SIGKILL",
+    ("prefect", "exit 1"): "every other way to end a server leaves the same behind as SIGKILL",
+    ("prefect", "out of memory"): "every other way to end a server leaves the same behind as SIGKILL",
     **{
         ("prefect", fault): "Prefect is asked between the tasks"
         for fault in ("SIGKILL", "hang", "garbage", "HTTP 500", "HTTP 503", "reset")

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from infra.cluster import connection, node_agent
 from infra.cluster.nodes import Node
 from infra.failures import EngineUnavailable, NodeLost
-from infra.processes import logs
+from infra.processes import gpu_programs, logs
 from infra.processes.children import ProcessRef
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,14 @@ class Launch(NamedTuple):
     node: Node
     argv: Sequence[str]
     env: Mapping[str, str]
+
+
+def start(kind: str, program: Launch, log_path: Path, state_file: Path) -> ProcessRef:
+    """Start a part on its node. state_file: Where the server is recorded, for one on this machine without a cluster."""
+    node, argv, env = program
+    if node.key:
+        return node.call(node_agent.start, kind, argv, log_path, env)
+    return gpu_programs.start(kind, argv, log_path, env, state_file=state_file)
 
 
 class ServerPart(BaseModel):

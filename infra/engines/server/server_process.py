@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from infra.cluster import connection, node_agent
+from infra.cluster import connection
 from infra.config import ColocationPlan
 from infra.engines.interface import EngineRefused, EngineUnavailable
 from infra.engines.server import parts
@@ -200,18 +200,14 @@ def launch(
     log_path = Workspace.here().logs / f"{name}-{launch_number:04d}.log"
     brief.info("starting %s on port %d; its log is %s", f"{kind} for the judge" if replica == JUDGE else kind, port, log_path)
     write_secret(key_path(replica), SecretStr(secrets.token_urlsafe(32)))
-    (node, argv, env), *others = programs
-    ref = (
-        node.call(node_agent.start, kind, argv, log_path, env)
-        if node.key
-        else gpu_programs.start(kind, argv, log_path, env, state_file=state_path(replica))
-    )
-    url = f"http://{host_port(node.address or settings().own_host, port)}"
+    first, *others = programs
+    ref = parts.start(kind, first, log_path, state_path(replica))
+    url = f"http://{host_port(first.node.address or settings().own_host, port)}"
     state = ServerState(
         kind=kind,
         replica=replica,
         process=ref,
-        node=node.key,
+        node=first.node.key,
         url=url,
         identity=identity,
         log_path=log_path,
@@ -221,7 +217,7 @@ def launch(
     try:
         for rank, other in enumerate(others, start=1):
             path = log_path.with_name(f"{log_path.stem}-{rank}{log_path.suffix}")
-            process = other.node.call(node_agent.start, kind, other.argv, path, other.env)
+            process = parts.start(kind, other, path, state_path(replica))
             state = remember(state.but(others=(*state.others, ServerPart(process=process, node=other.node.key, log_path=path))))
         with progress.work(f"starting {kind}"):
             children.wait_until(

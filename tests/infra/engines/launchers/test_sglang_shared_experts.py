@@ -72,7 +72,9 @@ def launcher() -> ModuleType:
     return module
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.skipif(
+    shutil.which("cc") is None, reason="the stand-in for CUDA's driver is a C library, and there is no compiler `cc`"
+)
 def test_names_of_memory_go_through_the_driver_as_its_signatures_ask(tmp_path: Path) -> None:
     memory = tmp_path / "memory"
     memory.write_bytes(bytes(16) + (77).to_bytes(8, "little") + bytes(4096))
