@@ -8,6 +8,7 @@ import httpx
 import pytest
 from prefect import flow, task
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra.progress import work as progress
@@ -112,7 +113,7 @@ def test_a_task_has_its_progress_on_its_page_and_fails_for_its_own_reasons_only(
     monkeypatch.setattr(progress, "JOIN_S", 60.0)  # the last call takes longer than 2 s on a busy machine
     assert whole() == "made"
     with get_client(sync_client=True) as client:
-        [made] = [artifact for artifact in client.read_artifacts() if artifact.key == "watched-rollout"]
+        [made] = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["watched-rollout"])))
     assert (made.type, made.data, made.description) == ("progress", 100.0, "rollout: done")
     assert made.task_run_id is not None and made.flow_run_id is not None
 
