@@ -191,7 +191,8 @@ def borrow(folder: Path) -> None:
 
 class Child:
     def __init__(self, python: str, *words: str, **environment: str) -> None:
-        path = {"PYTHONPATH": str(ROOT)} if words[0] == "borrow" else {}
+        first = str(ROOT) if words[0] == "borrow" else os.environ.get("RATCHET_SGLANG_PYTHONPATH", "")
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, (first, os.environ.get("PYTHONPATH", ""))))}
         self.process = subprocess.Popen(
             [python, __file__, *words],
             env={**os.environ, **path, **environment},
