@@ -13,7 +13,8 @@ from infra.machine import devices
 
 TWIN = "A scripted twin stands in for an engine here: its figures say nothing about that engine."
 NO_VERDICT = "none: a twin is no engine"
-DISAGREEMENT_NATS = max(TOLERANCE_NATS.values())
+DISAGREEMENT_NATS = 2 * TOLERANCE_NATS["bfloat16"]
+"""Difference of two engines' log-probs above which one of them is wrong: each may be that far from the trainer's on its side."""
 NO_GPU = "No GPU: memory is the resident memory of the engine's and the trainer's processes on the host."
 RULES = (
     "model, prompts, adapters, sampling, concurrency, training configuration and machine are the same for all engines",

@@ -27,9 +27,9 @@ GOLDEN_TEXTS = (
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May.",
     "The quick brown fox jumps over the lazy dog. 17 + 25 = 42",
 )
-TOLERANCE_NATS = {"float32": 1e-4, "bfloat16": 0.2, "fp8": 0.4}
-"""Largest mean absolute difference of log-probs that counts as noise. bfloat16: 0.07 was measured between SGLang's and
-Megatron's kernels at the 7B shape with random weights; float32 on a CPU: 3e-6. fp8 has not been measured: twice that of bfloat16."""
+TOLERANCE_NATS = {"float32": 1e-4, "bfloat16": 0.2, "fp8": 1.0}
+"""Largest mean absolute difference of log-probs that counts as noise. Measured between SGLang's and Megatron's kernels: bfloat16 0.07 and fp8
+0.47 to 0.58 at the 7B shape with random weights (docs/results/speed.md), float32 3e-6 on a CPU. Lost or foreign weights come to 3 or more."""
 SAME_SERVER_NATS = {"float32": 1e-4, "bfloat16": 0.05, "fp8": 0.05}
 """The same between two answers of one server, before and after its sleep. The kernels are the same, and so are the bits of a text that is
 scored alone (docs/results/h200-hand-over.md). A batch rounds differently, by 0.01 at the 30B-A3B shape. Experts that were not reloaded

@@ -48,7 +48,7 @@ def run(path: Path, session: "TrainerSession | None") -> int:
         job = read_job(path)
         if session:
             session.check(job)
-        inputs = check(job, int(os.environ.get("WORLD_SIZE", "1")))
+        inputs = check(job, int(os.environ.get("WORLD_SIZE", "1")), is_kept=session is not None and session.holds(job))
     except ValueError as error:
         if session:
             session.forget()

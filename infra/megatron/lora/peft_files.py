@@ -28,8 +28,11 @@ def adapter_shapes(a: Architecture, lora: LoraConfig) -> dict[str, tuple[int, in
     return shapes
 
 
-def check_adapter(job: TrainJob, a: Architecture) -> None:
-    """Raises ValueError if the adapter to start from is incomplete or not the one that the job describes."""
+def check_adapter(job: TrainJob, a: Architecture, *, reads_tensors: bool = True) -> None:
+    """Raises ValueError if the adapter to start from is incomplete or not the one that the job describes.
+
+    reads_tensors: Whether the job will read the files' tensors. If so, their names, shapes and number of steps are checked too.
+    """
     folder = job.adapter_path
     if folder is None:
         if job.adapter_version != 0 or job.adapter_sha256 != "base":
@@ -37,8 +40,7 @@ def check_adapter(job: TrainJob, a: Architecture) -> None:
         if job.num_optimizer_steps:
             raise ValueError(f"job: num_optimizer_steps {job.num_optimizer_steps} needs an adapter_path, a first adapter has 0")
         return
-    moments = places(folder).values()
-    for path in (folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS, *(path for path, _ in moments)):
+    for path in (folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS, *(path for path, _ in places(folder).values())):
         if not path.is_file():
             why = "; without its optimizer state training cannot go on from it, only from a version that has kept its own"
             is_state = path.parent != folder
@@ -46,7 +48,12 @@ def check_adapter(job: TrainJob, a: Architecture) -> None:
     if (found := digests.sha256_of(folder / ADAPTER_WEIGHTS)) != job.adapter_sha256:
         raise ValueError(f"adapter {folder} has SHA-256 {found}, the job says {job.adapter_sha256}")
     _check_config(job, folder)
-    shapes = adapter_shapes(a, job.trainer.lora)
+    if reads_tensors:
+        _check_tensors(job, folder, a)
+
+
+def _check_tensors(job: TrainJob, folder: Path, a: Architecture) -> None:
+    shapes, moments = adapter_shapes(a, job.trainer.lora), places(folder).values()
     check_tensors(folder / ADAPTER_WEIGHTS, shapes)
     for path in dict.fromkeys(path for path, _ in moments):
         prefixes = [prefix for other, prefix in moments if other == path]

@@ -75,6 +75,10 @@ class TrainerSession:
                 f"({', '.join(kept[name] for name in different)}); the job needs a new one"
             )
 
+    def holds(self, job: TrainJob) -> bool:
+        """Whether the cached state is the one that a job starts from."""
+        return self.kept is not None and self.kept.content == adapter_state.needed_by(job)
+
     def setup(self, job: TrainJob, a: Architecture, phases: Phases) -> tuple[nn.Module, ParallelContext]:
         """Return the frozen model on its device, and this rank's parallel context. Collective.
 
@@ -128,8 +132,8 @@ class TrainerSession:
 
     def take(self, job: TrainJob) -> Kept | None:
         """Take the cached state that a job starts from, if there is one. The cache is emptied in any case: the job will change the state."""
-        kept, self.kept = self.kept, None
-        return kept if kept and kept.content == adapter_state.needed_by(job) else None
+        kept, self.kept = self.kept if self.holds(job) else None, None
+        return kept
 
     def attach(self, job: TrainJob, a: Architecture) -> list[Shard]:
         """Attach the adapter's layers, for a job that has taken its starting state. Their values are undefined.

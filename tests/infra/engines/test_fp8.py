@@ -112,13 +112,12 @@ def test_a_release_of_fp8_weights_need_not_free_as_much() -> None:
     assert freed == [weights + cache, weights // 2 + cache, weights + cache // 2, weights // 2 + cache // 2]
 
 
-def test_the_canary_of_fp8_may_be_twice_as_far_from_the_trainers(base: BaseModelRef, gpu: None) -> None:
+def test_the_canary_of_fp8_may_be_as_far_from_the_trainers_as_was_measured(base: BaseModelRef, gpu: None) -> None:
     engine = open_engine(EngineConfig(dtype="bfloat16"), version(base))
     quantized = open_engine(EngineConfig(dtype="bfloat16", quantization="fp8"), version(base))
     assert isinstance(engine, CheckedEngine) and isinstance(quantized, CheckedEngine)
     assert (engine._precision, quantized._precision) == ("bfloat16", "fp8")
-    allowed = health_checks.TOLERANCE_NATS
-    assert allowed["fp8"] == 2 * allowed["bfloat16"]
+    assert 0.58 < health_checks.TOLERANCE_NATS["fp8"] < 3, "random weights of 7B are that far, weights that were lost further"
     assert health_checks.SAME_SERVER_NATS["fp8"] == health_checks.SAME_SERVER_NATS["bfloat16"]
 
 

@@ -16,8 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from infra.megatron.__main__ import main, run
+from infra.megatron.checkpoint import adapter_state
 from infra.megatron.checkpoint import save as checkpoint
+from infra.megatron.checkpoint.adapter_state import Kept
 from infra.megatron.model import parallel
+from infra.megatron.program import check_job
 from infra.megatron.program.session import TrainerSession
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY
 from infra.megatron.protocol.optimizer_files import MOMENTS
@@ -224,6 +227,25 @@ def test_half_an_adapter_is_refused(missing: str, first: Any, new_job: Job, refu
     said = refused(new_job(after=first, job={"adapter_path": tmp_path / "adapter"}))
     assert f"has no {missing}" in said
     assert ("only from a version that has kept its own" in said) == (missing != ADAPTER_CONFIG)
+
+
+def test_files_that_are_not_read_are_known_by_their_digests_alone(first: Any, new_job: Job, tmp_path: Path) -> None:
+    shutil.copytree(first.job.output_dir, tmp_path / "adapter")
+    job = new_job(after=first, job={"adapter_path": tmp_path / "adapter"}).job
+    (tmp_path / "adapter" / MOMENTS["exp_avg"]).write_bytes(b"not looked at")
+    with pytest.raises(ValueError, match="is no whole safetensors file"):
+        check_job.check(job, 1)
+
+    session = TrainerSession()
+    assert not session.holds(job)
+    session.kept = Kept(adapter_state.needed_by(job), {}, is_on_device=False)
+    assert session.holds(job) and not session.holds(job.model_copy(update={"adapter_sha256": "another"}))
+    assert check_job.check(job, 1, is_kept=session.holds(job)).batch.adapter_version == 1
+    assert session.take(job) and not session.holds(job)
+
+    (tmp_path / "adapter" / ADAPTER_WEIGHTS).write_bytes(b"changed")
+    with pytest.raises(ValueError, match="has SHA-256"):
+        check_job.check(job, 1, is_kept=True)
 
 
 @pytest.mark.parametrize("name", MOMENTS.values())
