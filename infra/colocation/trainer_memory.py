@@ -62,7 +62,11 @@ def held_bytes(trainer: TrainerConfig, model: Model) -> float:
 
 
 @cache
-def num_lora_parameters(rank: int, targets: Sequence[str], a: Architecture) -> int:
-    """Number of an adapter's parameters. targets: names of projections, such as q_proj."""
+def num_lora_parameters(rank: int, targets: Sequence[str], a: Architecture, only: str = "") -> int:
+    """Number of an adapter's parameters.
+
+    targets: Names of projections, such as q_proj.
+    only: What the layers' names must contain, such as .experts.
+    """
     shapes = linear_shapes(a).items()
-    return sum(rank * (out + into) for name, (out, into) in shapes if name.rsplit(".", 1)[1] in targets)
+    return sum(rank * (out + into) for name, (out, into) in shapes if name.rsplit(".", 1)[1] in targets and only in name)

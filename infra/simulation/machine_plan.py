@@ -9,7 +9,7 @@ from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, Field
 
 from infra.colocation import plans
-from infra.colocation.trainer_memory import Model, trainer_peak_bytes
+from infra.colocation.trainer_memory import Model, num_lora_parameters, trainer_peak_bytes
 from infra.config import EngineConfig, LoraConfig, TrainerConfig
 from infra.forecast.fit import Training, peak_bytes
 from infra.forecast.rates import Rates, rates_of
@@ -31,6 +31,8 @@ TO_TRAINING_S = 0.4
 """Seconds from the last sampled token to the first training kernel."""
 TO_SAMPLING_S = {"keep_weights": 0.79, "reload": 3.0, "offload": 6.0, "restart": 47.0, "separate_gpus": 0.79}
 """Seconds from the last training kernel to the first sampled token, by colocation plan (docs/colocation.md, docs/results/speed.md)."""
+EXPERTS_S = (3.7e-9, 17e-9)
+"""Seconds more in each direction for each parameter of an adapter on experts: 30B-A3B at rank 8, plan keep_weights, one H200."""
 
 
 class PlannedStep(BaseModel):
@@ -292,6 +294,7 @@ def _candidate(
     row_rate = used.trainer_rows_per_s * (1.0 if own else _left(trainer.tensor_parallel * trainer.expert_parallel))
     row_rate *= RECOMPUTE_SPEED if trainer.recompute and not own else 1
     num_tokens = work.num_prompts * work.group_size * work.sequence_tokens
+    on_experts = num_lora_parameters(trainer.lora.rank, trainer.lora.target_modules, model.architecture, only=".experts.")
     scenario = Scenario(
         gpus=engine_gpus + (trainer_gpus if is_split else 0),
         trainer_gpus=trainer_gpus if is_split else 0,
@@ -309,8 +312,8 @@ def _candidate(
         replica_tokens_per_s=used.engine_tokens_per_s * engine.tensor_parallel * engine_left,
         trainer_tokens_per_s=row_rate * num_tokens / work.num_rows,
         trainer_fixed_s=0,
-        to_training_s=TO_TRAINING_S,
-        to_sampling_s=TO_SAMPLING_S[engine.colocation],
+        to_training_s=TO_TRAINING_S + EXPERTS_S[0] * on_experts,
+        to_sampling_s=TO_SAMPLING_S[engine.colocation] + EXPERTS_S[1] * on_experts,
     )
     awake = engine.memory_fraction * total + plans.ENGINE_RESIDUE_BYTES
     awake += plans.PARALLEL_RESIDUE_BYTES if engine.tensor_parallel > 1 else 0
