@@ -251,10 +251,19 @@ def choose(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: 
             )
         unread = "cast weights that it reads again" if engine.quantization != "none" else "read experts with adapters again"
         why = f"{does_not_fit}, and SGLang would not {unread}"
+        advice = _sharing_experts(engine, trainer, model, total - awake - machine.judge_bytes)
         if host_memory.fits(host_parts("offload", engine, trainer, model, machine), machine.host_bytes):
-            return Plan("offload", f"{why}: its weights are copied to the host and back")
-        return Plan("restart", f"{why}; the host has no room for a copy of them: the server ends")
+            return Plan("offload", f"{why}: its weights are copied to the host and back{advice}")
+        return Plan("restart", f"{why}; the host has no room for a copy of them: the server ends{advice}")
     return Plan("restart", f"{asks}, not even the {asleep / GIB:.0f} GiB of a sleeping engine fit beside it: the server ends")
+
+
+def _sharing_experts(engine: EngineConfig, trainer: TrainerConfig, model: Model, room_bytes: int) -> str:
+    """Say that nothing would have to move if the trainer computed with the engine's experts, where that is possible."""
+    is_possible = engine.quantization == "none" and trainer.num_processes == engine.tensor_parallel == 1
+    if not is_possible or trainer_peak_bytes(trainer.but(share_experts=True), model) + TRAINING_SLACK_BYTES > room_bytes:
+        return ""
+    return "; with trainer.share_experts true both would compute with one copy, and none would move"
 
 
 def passed_over(engine: EngineConfig, lora: LoraConfig, a: Architecture) -> tuple[str, ...]:

@@ -124,6 +124,23 @@ def test_experts_with_adapters_are_never_left_to_be_read_again() -> None:
     assert plans.passed_over(EngineConfig(), config.lora, model(DENSE_7B).architecture) == ()
 
 
+def test_a_plan_that_moves_experts_says_how_they_could_stay() -> None:
+    mixture, advice = (
+        model(MIXTURE_30B),
+        "; with trainer.share_experts true both would compute with one copy, and none would move",
+    )
+    assert plans.choose(EngineConfig(), trainer(8192), mixture, H200).reason.endswith(f"copied to the host and back{advice}")
+    without_room = H200._replace(host_bytes=60 * GIB)
+    assert plans.choose(EngineConfig(), trainer(8192), mixture, without_room).reason.endswith(f"the server ends{advice}")
+    no_such = [
+        plans.choose(EngineConfig(), on_attention(8192), mixture, H200),  # reads its experts again
+        plans.choose(EngineConfig(), trainer(12288, num_processes=2, expert_parallel=2), mixture, H200),
+        plans.choose(EngineConfig(), trainer(8192), mixture, H200._replace(gpu_bytes=116 * GIB)),  # too little room for it
+    ]
+    assert [plan.colocation for plan in no_such] == ["reload", "offload", "offload"]
+    assert not any("share_experts" in plan.reason for plan in no_such), no_such
+
+
 def test_gpus_of_their_own_are_a_split_whatever_fits() -> None:
     assert (
         plans.choose(EngineConfig(), trainer(16384), model(DENSE_7B), H200._replace(is_split=True)).colocation == "separate_gpus"
