@@ -165,7 +165,11 @@ class _Game:
         return {"reward": sum(self.rewards), STOP: float(STOPS.index(stop)), **of_turns}
 
     def _begun(self) -> list[Message]:
-        messages = self._messages(self._timed(self.environment.reset, self.episode.task), is_first=True)
+        found = self._timed(self.environment.reset, self.episode.task)
+        is_with_info = (
+            isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)
+        )  # as gymnasium's reset returns it
+        messages = self._messages(found[0] if is_with_info else found, is_first=True)
         self._save(messages)
         return messages
 
@@ -224,12 +228,13 @@ class _Game:
 
 
 def _checked_step(found: object) -> tuple[object, float, bool]:
-    """Read what step returned: observation, reward, done; or skyrl-gym's dict with observations, reward and done."""
+    """Read what step returned: observation, reward, done; skyrl-gym's dict with observations, reward and done; or gymnasium's five, of which
+    either `terminated` or `truncated` ends the episode."""
     if isinstance(found, dict):
         found = (found.get("observations", found.get("observation")), found.get("reward"), found.get("done"))
     if not isinstance(found, tuple) or len(found) < 3:
         raise ValueError(f"step must return observation, reward, done, not {found!r:.200}")
-    observation, reward, done = found[0], found[1], found[2]
+    observation, reward, done = found[0], found[1], found[2] or (len(found) == 5 and found[3])
     if not isinstance(reward, int | float) or not abs(float(reward)) < float("inf"):
         raise ValueError(f"step returned reward {reward!r:.80}, a finite number is needed")
     return observation, float(reward), bool(done)

@@ -149,6 +149,15 @@ def test_the_methods_of_a_game_may_be_async(play: Play, monkeypatch: pytest.Monk
     assert [(sample.reward, sample.num_turns) for sample in samples] == [(1.0, 3)] * 4
 
 
+def test_what_gymnasiums_methods_return_is_understood_and_truncated_ends_an_episode(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_gymnasium = GAME.replace('"</say>"\n', '"</say>", dict(seed=0)\n')
+    monkeypatch.setitem(globals(), "GAME", of_gymnasium)
+    _, samples, _ = play('return "x", 0.5, False, self.turn == 2, {}')
+    assert [(sample.reward, sample.num_turns) for sample in samples] == [(1.0, 2)] * 4
+
+
 def test_a_step_that_hangs_fails_the_episode_in_its_time(play: Play) -> None:
     _, samples, _ = play("time.sleep(60 if self.task['answer'] == '1' else 0)", turn_timeout_s=3.0, max_failed_frac=0.5)
     assert [sample.unjudged for sample in samples] == ["", "", "environment failed", "environment failed"]
