@@ -65,11 +65,12 @@ def absolute_functions(functions: Sequence[Any], folder: Path) -> list[Any]:
 
 
 def absolute_in_sweep(words: str, folder: Path) -> str:
-    """Do the same for the values in `reward.name=mine.py:score,mine.py:other`. Another field's words and a JSON list stay as they are."""
+    """Do the same for the values in `reward.name=mine.py:score,mine.py:other`, or of an environment. Another field's words and a JSON list stay as
+    they are."""
     field, _, values = words.partition("=")
-    if field != FIELD or values.lstrip().startswith("["):
+    if field not in (FIELD, ENVIRONMENT) or values.lstrip().startswith("["):
         return words
-    return f"{field}={','.join(absolute(value.strip(), folder) for value in values.split(','))}"
+    return f"{field}={','.join(absolute(value.strip(), folder, field) for value in values.split(','))}"
 
 
 def absolute_command(words: Sequence[str], folder: Path) -> list[str]:
