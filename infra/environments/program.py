@@ -26,7 +26,8 @@ SHOWN = 200
 def check_command(command: Sequence[str]) -> None:
     """Raises ValueError if there is no such program."""
     if shutil.which(command[0]) is None:
-        raise ValueError(f"program {command[0]!r} does not exist or cannot be executed")
+        hint = ': give each word by itself, such as ["python3", "agent.py"]' if " " in command[0] else ""
+        raise ValueError(f"program {command[0]!r} does not exist or cannot be executed{hint}")
 
 
 def run_program(

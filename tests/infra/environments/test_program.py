@@ -68,5 +68,9 @@ def test_a_command_that_does_not_exist_is_one_line(tmp_path: Path) -> None:
         run_program(["/nowhere/agent"], {}, {}, 5)
     (tmp_path / "agent").touch(os.O_RDONLY)
     for name in ("/nowhere/agent", str(tmp_path / "agent")):
-        with pytest.raises(ValueError, match="does not exist or cannot be executed"):
+        with pytest.raises(ValueError, match=r"does not exist or cannot be executed$"):
             check_command([name])
+    with pytest.raises(
+        ValueError, match=r'program \'python3 agent.py\' does not exist .*: give each word by itself, such as \["python3", "'
+    ):
+        check_command(["python3 agent.py"])
