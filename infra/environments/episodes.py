@@ -160,6 +160,7 @@ class EpisodePlayer:
             sampling.temperature,
             sampling.max_output_tokens,
             config.max_context_tokens,
+            max_turns=None if self.request.environment.id else self.request.environment.max_turns,  # verifiers counts its own
             keep_reasoning=self.request.environment.keep_reasoning,
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=stops,

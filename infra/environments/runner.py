@@ -30,6 +30,8 @@ from infra.rewards.loading import import_member
 LOADED = {"reward": 0.0}
 ENDED = ("context_length_exceeded", "episode_ended")
 """Codes of the gateway's errors that end an episode by a limit."""
+LIMITS = {"context": "engine.max_context_tokens", "max_turns": "environment.max_turns"}
+"""By stop reason: the field whose limit ended an episode."""
 CUT = " [...] "
 """Stands for what is left out of an observation that is too long."""
 Message = dict[str, Any]
@@ -63,7 +65,7 @@ class PlayedEpisode(NamedTuple):
 
 
 class LimitReached(Exception):
-    """A limit ended the episode. The first argument is a stop reason."""
+    """A limit ended the episode: an agent may catch it, and return the reward that it has. The first argument is a stop reason."""
 
 
 class Task(dict[str, Any]):  # Any: a row's columns
@@ -128,8 +130,25 @@ def play(*, row: dict[str, Any]) -> dict[str, float]:
 
 def _played(found: Any, episode: PlayedEpisode, client: ModelClient, snapshot: Message | None) -> dict[str, float]:
     if inspect.iscoroutinefunction(found):
-        return _of_agent(asyncio.run(asyncio.wait_for(found(episode.task, client), episode.episode_timeout_s)))
+        return _of_agent(asyncio.run(_run(found, episode, client)))
     return _Game(found(), episode, client).played(snapshot)
+
+
+async def _run(found: Callable[..., Any], episode: PlayedEpisode, client: ModelClient) -> object:
+    """Run an agent to its end. Raises RuntimeError for one that a limit ended before it had a reward, and TimeoutError."""
+    try:
+        async with asyncio.timeout(episode.episode_timeout_s) as limit:
+            return await found(episode.task, client)
+    except LimitReached as error:
+        field = LIMITS[str(error)]
+        problem = (
+            f"the episode ended by {field} before run had returned a reward: raise {field}, or catch LimitReached and return one"
+        )
+        raise RuntimeError(problem).with_traceback(error.__traceback__) from None
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise TimeoutError(f"run was not done after environment.episode_timeout_s {episode.episode_timeout_s:g}") from None
 
 
 class _Game:

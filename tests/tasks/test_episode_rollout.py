@@ -246,6 +246,64 @@ def test_an_agent_gets_a_client_and_returns_its_reward(tmp_path: Path, prompts: 
     assert [(s.num_turns, s.reward, s.reward_parts) for s in samples] == [(2, 1.0, {"right": 1.0})] * 4
 
 
+AGENT = """
+import asyncio
+from infra.environments.runner import LimitReached
+
+async def run(task, client):
+    messages, num = [{"role": "user", "content": "<say>0</say>"}], 0
+    {begin}
+    while num < 9:
+        messages += [await client.chat(messages), {"role": "user", "content": "<say>more</say>"}]
+        num += 1
+    return num
+
+async def catches(task, client):
+    try:
+        return await run(task, client)
+    except LimitReached as error:
+        return {"reward": 0.5} if str(error) == "max_turns" else None
+"""
+
+
+@pytest.fixture
+def agent(tmp_path: Path, prompts: PromptBatch, adapter: AdapterVersion) -> Callable[..., list[Sample]]:
+    """Roll out with an agent: its function, and a line before its turns."""
+
+    def made(function: str, begin: str = "pass", **limits: Any) -> list[Sample]:
+        (tmp_path / "agent.py").write_text(AGENT.replace("{begin}", begin))
+        fields = {"name": f"{tmp_path}/agent.py:{function}", "workers": 2, "max_failed_frac": 0.0}
+        config = PlayedEnvironment.model_validate(fields | limits)
+        return read_samples(path_of(roll_out.fn(ENGINE, SAMPLING, prompts, adapter, None, config).file))
+
+    return made
+
+
+def test_an_agent_gets_no_more_than_its_turns_and_may_still_return_a_reward(agent: Callable[..., list[Sample]]) -> None:
+    samples = agent("catches", max_turns=3)
+    assert {(s.num_turns, s.reward, s.stop_reason, s.is_truncated) for s in samples} == {(3, 0.5, "max_turns", True)}
+
+
+@pytest.mark.parametrize(
+    ("begin", "limits", "said"),
+    [
+        (
+            "pass",
+            {"max_turns": 3},
+            r"the episode ended by environment\.max_turns before run .* raise environment\.max_turns, or catch",
+        ),
+        ("messages[0]['content'] = 'x ' * 3000", {}, r"the episode ended by engine\.max_context_tokens before run"),
+        ("await asyncio.sleep(60)", {"episode_timeout_s": 1}, r"run was not done after environment\.episode_timeout_s 1, for"),
+        ("raise TimeoutError('no board')", {}, r"raised TimeoutError: no board at [^ ]*agent\.py:7"),
+    ],
+)
+def test_an_agent_that_a_limit_ends_before_its_reward_has_failed_by_the_name_of_the_limit(
+    begin: str, limits: dict[str, int], said: str, agent: Callable[..., list[Sample]]
+) -> None:
+    with pytest.raises(RewardFailed, match=f"failed in 4 of 4 episodes.*{said}"):
+        agent("run", begin, **limits)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
