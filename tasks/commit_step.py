@@ -10,6 +10,7 @@ from prefect import task
 
 from infra import engines
 from infra.config import RunConfig
+from infra.environments.parts import TOOL_ERRORS
 from infra.failures import MemoryLeak
 from infra.forecast import step_forecast
 from infra.forecast.step_forecast import read_forecast
@@ -95,6 +96,7 @@ def _episode_metrics(rollouts: Rollouts, measures: dict[str, dict[str, float]]) 
         for name in ("branches", "prefix_mismatches", "tool_calls", "tool_errors", "resumed", "stopped", "carried_turns")
         if name in found
     }
+    played |= {f"episodes/{name}": value for name, value in found.items() if name.startswith(TOOL_ERRORS)}
     if seconds := found.get("model_s", 0.0) + found.get("environment_s", 0.0):
         played["episodes/environment_frac"] = found["environment_s"] / seconds
     return {

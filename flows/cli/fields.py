@@ -103,7 +103,7 @@ def from_here(field: str, text: str) -> str:
     if (name := taskset.taskset_of(text)) is not None:
         return taskset.SOURCE + taskset.absolute(name, Path.cwd())
     if field in (reward_file.FIELD, reward_file.ENVIRONMENT):
-        return reward_file.absolute(text, Path.cwd())
+        return reward_file.absolute(text, Path.cwd(), field)
     if field == TASKSET:
         return taskset.absolute(text, Path.cwd())
     if field == reward_file.MCP:

@@ -37,8 +37,9 @@ from infra.environments.carried import NOTHING, CarriedEpisodes
 from infra.environments.episode_samples import UNKNOWN, EpisodeRequest
 from infra.environments.groups import Enough
 from infra.environments.journal import EpisodeJournal, FinishedEpisode, Key
-from infra.environments.parts import RESTART, STOP, STOPS, TURN
+from infra.environments.parts import RESTART, STOP, STOPS, TOOL_ERRORS, TURN
 from infra.environments.runner import PlayedEpisode
+from infra.environments.verifiers_tasks.episode_parts import NOT_IN_NAMES
 from infra.gateway.http.server import Gateway, OpenSession
 from infra.gateway.rendering.admission import renderer_of
 from infra.gateway.session.calls import Calls
@@ -74,8 +75,8 @@ class EpisodeCounts(NamedTuple):
     """When the latest new turn was complete, in seconds since the epoch; 0: there was none."""
     prefix_cache_hit_frac: float
     of_episodes: dict[str, float]
-    """Figures of the episodes that this attempt played, summed: branches, prefix_mismatches, tool_calls, tool_errors, resumed,
-    stopped (begun, and not needed any more), carried_turns (that the step before has sampled), model_s, environment_s."""
+    """Figures of the episodes that this attempt played, summed: branches, prefix_mismatches, tool_calls, tool_errors (in all and
+    by tool), resumed, stopped (begun, and not needed any more), carried_turns (that the step before has sampled), model_s, environment_s."""
     num_unused: int
     """Episodes that were begun, are in no group of the rollout, and are not carried over."""
     left: CarriedEpisodes
@@ -91,8 +92,8 @@ def check(config: EnvironmentConfig, source: str) -> bool:
     found: list[Outcome] = []
     _play(config, source, [_checked(config)], lambda index, outcome: found.append(outcome))
     if found[0].reward is None:
-        called = f"environment {config.label!r} "
-        raise ValueError(called + found[0].message.removeprefix(f"raised ValueError: {called}"))
+        named, said = f"environment {config.label!r}", found[0].message.removeprefix("raised ValueError: ")
+        raise ValueError(said if said.startswith(f"{named} ") else f"{named}: {said}")
     return RESTART in (found[0].parts or {})
 
 
@@ -159,6 +160,7 @@ class EpisodePlayer:
             sampling.temperature,
             sampling.max_output_tokens,
             config.max_context_tokens,
+            max_turns=None if self.request.environment.id else self.request.environment.max_turns,  # verifiers counts its own
             keep_reasoning=self.request.environment.keep_reasoning,
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=stops,
@@ -253,7 +255,8 @@ class EpisodePlayer:
             command=config.command,
             taskset=config.id,
             repeats_tools=config.repeats_tools,
-            task={"question": prompt.question, "answer": prompt.answer, **prompt.row},
+            # Without an answer none is given: one that is empty may fit anything.
+            task={"question": prompt.question, **({"answer": prompt.answer} if prompt.answer else {}), **prompt.row},
             base_url=opened.base_url,
             api_key=opened.api_key,
             model=opened.model,
@@ -295,11 +298,15 @@ class EpisodePlayer:
 
 def _figures_of(opened: OpenSession) -> dict[str, float]:
     counts, calls = opened.session.counts, opened.calls
+    by_tool: Counter[str] = Counter()
+    for name, num in calls.errors.items():
+        by_tool[f"{TOOL_ERRORS}{NOT_IN_NAMES.sub('_', name)[:64]}"] += num
     return {
         "branches": counts.branches,
         "prefix_mismatches": counts.prefix_mismatches,
         "tool_calls": len(calls.by_key),
-        "tool_errors": calls.num_errors,
+        "tool_errors": calls.errors.total(),
+        **by_tool,
         "resumed": opened.snapshots.num_resumed,
         "model_s": counts.model_s,
         "environment_s": counts.environment_s,

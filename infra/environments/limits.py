@@ -17,9 +17,12 @@ class ToolTimeOut(BaseException):
 
 
 @contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """Raise StepTimeOut in the block after this time. What holds the interpreter longer is ended with its process by the pool."""
-    with _alarm(seconds, StepTimeOut(f"took longer than environment.turn_timeout_s {seconds:g}")):
+def limited(seconds: float, field: str = "turn_timeout_s") -> Iterator[None]:
+    """Raise StepTimeOut in the block after this time. What holds the interpreter longer is ended with its process by the pool.
+
+    field: Of the section `environment`, which says this time.
+    """
+    with _alarm(seconds, StepTimeOut(f"took longer than environment.{field} {seconds:g}")):
         yield
 
 

@@ -10,4 +10,6 @@ STOP = "stop reason"
 """Position of the stop reason in STOPS."""
 RESTART = "restart"
 """The environment declares restore = "restart"."""
+TOOL_ERRORS = "tool_errors/"
+"""Before the name of a tool: how many of its results are errors."""
 STOPS: tuple[StopReason, ...] = get_args(StopReason)

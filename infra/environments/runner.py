@@ -3,8 +3,8 @@
     reset(task) -> observation                      ask the gateway for a turn, hand its text to step, and so on
     step(action) -> observation, reward, done
 
-An environment is a class with these two methods, or an agent `async def run(task, client)` that returns its reward. Both come from a user's
-file. An agent may also be a program. The worker ends with all that they started; see infra.rewards.pool.
+An environment is a class with these two methods, which may be async, or an agent `async def run(task, client)` that returns its reward. Both come
+from a user's file. An agent may also be a program. The worker ends with all that they started; see infra.rewards.pool.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ from infra.rewards.loading import import_member
 LOADED = {"reward": 0.0}
 ENDED = ("context_length_exceeded", "episode_ended")
 """Codes of the gateway's errors that end an episode by a limit."""
+LIMITS = {"context": "engine.max_context_tokens", "max_turns": "environment.max_turns"}
+"""By stop reason: the field whose limit ended an episode."""
 CUT = " [...] "
 """Stands for what is left out of an observation that is too long."""
 Message = dict[str, Any]
@@ -62,7 +65,14 @@ class PlayedEpisode(NamedTuple):
 
 
 class LimitReached(Exception):
-    """A limit ended the episode. The first argument is a stop reason."""
+    """A limit ended the episode: an agent may catch it, and return the reward that it has. The first argument is a stop reason."""
+
+
+class Task(dict[str, Any]):  # Any: a row's columns
+    """The row that an episode is about: question, answer where the data has one, and all columns."""
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(f"the task has no {name!r}; it has {', '.join(self)}")
 
 
 class ModelClient:
@@ -105,6 +115,7 @@ def play(*, row: dict[str, Any]) -> dict[str, float]:
             check_command(episode.command)
         servers.check()
         return LOADED | ({RESTART: 1.0} if getattr(found, "restore", "replay") == "restart" else {})
+    episode = episode._replace(task=Task(episode.task))
     client = ModelClient(episode.base_url, episode.api_key, episode.model, episode.episode_timeout_s)
     limits = ToolLimits(episode.tool_timeout_s, episode.max_result_characters)
     journal = CallJournal(episode.base_url, episode.api_key, limits)
@@ -119,8 +130,25 @@ def play(*, row: dict[str, Any]) -> dict[str, float]:
 
 def _played(found: Any, episode: PlayedEpisode, client: ModelClient, snapshot: Message | None) -> dict[str, float]:
     if inspect.iscoroutinefunction(found):
-        return _of_agent(asyncio.run(asyncio.wait_for(found(episode.task, client), episode.episode_timeout_s)))
+        return _of_agent(asyncio.run(_run(found, episode, client)))
     return _Game(found(), episode, client).played(snapshot)
+
+
+async def _run(found: Callable[..., Any], episode: PlayedEpisode, client: ModelClient) -> object:
+    """Run an agent to its end. Raises RuntimeError for one that a limit ended before it had a reward, and TimeoutError."""
+    try:
+        async with asyncio.timeout(episode.episode_timeout_s) as limit:
+            return await found(episode.task, client)
+    except LimitReached as error:
+        field = LIMITS[str(error)]
+        problem = (
+            f"the episode ended by {field} before run had returned a reward: raise {field}, or catch LimitReached and return one"
+        )
+        raise RuntimeError(problem).with_traceback(error.__traceback__) from None
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise TimeoutError(f"run was not done after environment.episode_timeout_s {episode.episode_timeout_s:g}") from None
 
 
 class _Game:
@@ -129,11 +157,19 @@ class _Game:
     def __init__(self, environment: Any, episode: PlayedEpisode, client: ModelClient) -> None:
         self.environment, self.episode, self.client = environment, episode, client
         self.deadline = time.monotonic() + episode.episode_timeout_s
+        self.limit = min((episode.turn_timeout_s, "turn_timeout_s"), (episode.episode_timeout_s, "episode_timeout_s"))
+        """Seconds of a call, and the field that says them."""
         self.rewards: list[float] = []
         self.answers: list[int] = []
         """Positions of the model's answers among the messages."""
+        self.loop = asyncio.Runner()
+        """Runs methods that are async, one loop for the episode."""
 
     def played(self, snapshot: Message | None) -> dict[str, float]:
+        with closing(self.loop):
+            return self._played(snapshot)
+
+    def _played(self, snapshot: Message | None) -> dict[str, float]:
         try:
             messages = self._resumed(snapshot) if snapshot else self._begun()
             stop = self._turns(messages)
@@ -148,7 +184,11 @@ class _Game:
         return {"reward": sum(self.rewards), STOP: float(STOPS.index(stop)), **of_turns}
 
     def _begun(self) -> list[Message]:
-        messages = self._messages(self._timed(self.environment.reset, self.episode.task), is_first=True)
+        found = self._timed(self.environment.reset, self.episode.task)
+        is_with_info = (
+            isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)
+        )  # as gymnasium's reset returns it
+        messages = self._messages(found[0] if is_with_info else found, is_first=True)
         self._save(messages)
         return messages
 
@@ -184,8 +224,9 @@ class _Game:
         return "max_turns"
 
     def _timed(self, function: Callable[..., Any], *arguments: object) -> Any:  # Any: what a user's method returns
-        with limited(self.episode.turn_timeout_s):
-            return function(*arguments)
+        with limited(*self.limit):
+            found = function(*arguments)
+            return self.loop.run(found) if inspect.iscoroutine(found) else found
 
     def _messages(self, observation: object, *, is_first: bool = False) -> list[Message]:
         found = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
@@ -206,12 +247,13 @@ class _Game:
 
 
 def _checked_step(found: object) -> tuple[object, float, bool]:
-    """Read what step returned: observation, reward, done; or skyrl-gym's dict with observations, reward and done."""
+    """Read what step returned: observation, reward, done; skyrl-gym's dict with observations, reward and done; or gymnasium's five, of which
+    either `terminated` or `truncated` ends the episode."""
     if isinstance(found, dict):
         found = (found.get("observations", found.get("observation")), found.get("reward"), found.get("done"))
     if not isinstance(found, tuple) or len(found) < 3:
         raise ValueError(f"step must return observation, reward, done, not {found!r:.200}")
-    observation, reward, done = found[0], found[1], found[2]
+    observation, reward, done = found[0], found[1], found[2] or (len(found) == 5 and found[3])
     if not isinstance(reward, int | float) or not abs(float(reward)) < float("inf"):
         raise ValueError(f"step returned reward {reward!r:.80}, a finite number is needed")
     return observation, float(reward), bool(done)
@@ -234,12 +276,31 @@ def _loaded(name: str) -> Any:  # Any: a user's class or function
         raise ValueError(
             f"environment {name!r} is no class with reset(task) and step(action), and no async def run(task, client)"
         )
+    if is_game:
+        _check_call(name, found, "{}()")
+        for method, argument in (("reset", "task"), ("step", "action")):
+            if inspect.isfunction(inspect.getattr_static(found, method)):
+                _check_call(name, getattr(found, method), f"{{}}(self, {argument})", None, None)
+    else:
+        _check_call(name, found, "{}(task, client)", None, None)
     restore = getattr(found, "restore", "replay")
     if restore not in ("replay", "restart", "snapshot"):
         raise ValueError(f"environment {name!r} has restore {restore!r}, must be 'replay', 'restart' or 'snapshot'")
     if restore == "snapshot" and not all(callable(getattr(found, method, None)) for method in ("snapshot", "resume")):
         raise ValueError(f"environment {name!r} has restore 'snapshot', which needs methods snapshot() and resume(state)")
     return found
+
+
+def _check_call(name: str, function: Callable[..., Any], form: str, *arguments: object) -> None:
+    """Raises ValueError for a function or class that cannot be called so. form: The call as an error says it."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"environment {name!r} cannot be called as {form.format(function.__name__)}, with nothing else: {error}"
+        ) from None
+    except ValueError:  # one without a signature, such as a class of an extension
+        return
 
 
 @cache

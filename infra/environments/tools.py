@@ -16,7 +16,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, get_type_hints, overload
 
 from infra.environments.limits import StepTimeOut, ToolTimeOut, call_within
 
@@ -108,6 +108,9 @@ def call_key() -> str:
 
 class Tool:
     def __init__(self, function: Callable[..., Any], *, idempotent: bool = False) -> None:
+        """Raises ValueError for an async function."""
+        if inspect.iscoroutinefunction(function):
+            raise ValueError(f"tool {function.__name__!r} is async: a tool is a plain function, write it with def")
         self.function, self.name, self.is_idempotent = function, function.__name__, idempotent
         self.__doc__ = function.__doc__
         self.signature = inspect.signature(function)
@@ -115,13 +118,14 @@ class Tool:
     @property
     def schema(self) -> Message:
         """As the field `tools` of OpenAI's requests wants it."""
-        properties, required = {}, []
+        properties, required, kinds = {}, [], get_type_hints(self.function)
         for name, parameter in self.signature.parameters.items():
-            if parameter.annotation not in TYPES:
+            kind: Any = kinds.get(name)
+            if kind not in TYPES:
                 raise ValueError(
                     f"tool {self.name!r}: parameter {name!r} must be one of {', '.join(each.__name__ for each in TYPES)}"
                 )
-            properties[name] = {"type": TYPES[parameter.annotation]}
+            properties[name] = {"type": TYPES[kind]}
             required += [name] if parameter.default is parameter.empty else []
         parameters = {"type": "object", "properties": properties, "required": required}
         about = inspect.cleandoc(self.__doc__ or "").partition("\n\n")[0].replace("\n", " ")

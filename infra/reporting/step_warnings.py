@@ -47,7 +47,7 @@ WARNING_RULES = (
     ),
     WarningRule(
         *("many truncated", "rollout/truncated_frac", "above", 0.25),
-        advice="raise sampling.max_output_tokens, or set batch.mask_truncated or batch.overlong",
+        advice="raise sampling.max_output_tokens (environment.max_turns too), or set batch.mask_truncated or batch.overlong",
     ),
     WarningRule(
         *("most groups flat", "reward/frac_zero_std_groups", "above", 0.5),

@@ -27,8 +27,10 @@ SHOWN_CHARACTERS = 200
 MAX_ERROR_CHARACTERS = 500
 OUR_FOLDER = os.path.dirname(__file__)
 ENVIRONMENTS = Path(OUR_FOLDER).with_name("environments")
-OURS = (f"{OUR_FOLDER}{os.sep}", str(ENVIRONMENTS / "runner.py"), f"{ENVIRONMENTS / 'mcp'}{os.sep}", "<")
-"""Beginnings of the names of files that are no user's. The environments' examples are read as a user's."""
+EXAMPLES = f"{ENVIRONMENTS / 'examples'}{os.sep}"
+"""The environments' examples are read as a user's."""
+OURS = (f"{OUR_FOLDER}{os.sep}", f"{ENVIRONMENTS}{os.sep}", "<")
+"""Beginnings of the names of other files that are no user's."""
 
 
 class Outcome(NamedTuple):
@@ -57,11 +59,11 @@ def of_value(value: object, weights: Mapping[str, float], function: object) -> O
     weights: Weights of parts, for a dict without the key `reward`; 1 where a part has none.
     """
     if value is None:
-        return unjudged(NONE, f"returned None, function{place_of_function(function)}")
+        return unjudged(NONE, f"returned None{place_of_function(function)}")
     try:
         return Outcome(*_whole(parts_of(value), weights))
     except ValueError as error:
-        return unjudged(NO_NUMBER, f"{' '.join(str(error).split())}, function{place_of_function(function)}")
+        return unjudged(NO_NUMBER, f"{' '.join(str(error).split())}{place_of_function(function)}")
 
 
 def _whole(parts: dict[str, float], weights: Mapping[str, float]) -> tuple[float, dict[str, float]]:
@@ -130,11 +132,11 @@ def place(error: BaseException) -> str:
 
 def is_users(filename: str) -> bool:
     """Whether a file of a traceback is a user's: neither of ours nor of an installed package."""
-    return not filename.startswith(OURS) and not is_installed(Path(filename))
+    return filename.startswith(EXAMPLES) or not (filename.startswith(OURS) or is_installed(Path(filename)))
 
 
 def place_of_function(function: object) -> str:
-    """Return ` at FILE:LINE` of a function, or of an object's `__call__`; empty if it has no source."""
+    """Return `, function at FILE:LINE` of a user's function, or of an object's `__call__`; empty for others, and where there is no source."""
     made = function if inspect.isroutine(function) else getattr(type(function), "__call__", function)  # noqa: B004  # its code
     code = getattr(inspect.unwrap(made), "__code__", None) if callable(made) else None
-    return f" at {code.co_filename}:{code.co_firstlineno}" if code else ""
+    return f", function at {code.co_filename}:{code.co_firstlineno}" if code and is_users(code.co_filename) else ""

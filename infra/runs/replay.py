@@ -7,7 +7,7 @@ again. So the new run contains everything that its steps need, and is independen
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from infra.config import RunConfig
+from infra.config import HOW_EPISODES_RUN, RunConfig
 from infra.config.sections.evaluation import DECIDE_TRAINED
 from infra.config.tools.overrides import flattened
 from infra.records import AdapterVersion, CarriedOver, EngineRan, File, PromptBatch, Record, Rollouts, ScoredRollouts, TrainBatch
@@ -23,11 +23,15 @@ OWNERS: dict[str, TaskName] = {
     "data": "draw_prompts",
     "engine": "roll_out",
     "sampling": "roll_out",
+    "environment": "roll_out",
     "reward": "score",
     "batch": "assemble",
 }
 """The first task whose result depends on a section; train for sections that are not named."""
-FREE = ("engine.colocation", "engine.start_timeout_s", "engine.request_timeout_s", "engine.max_lora_rank")
+FREE = (
+    *("engine.colocation", "engine.start_timeout_s", "engine.request_timeout_s", "engine.max_lora_rank"),
+    *(f"environment.{field}" for field in sorted(HOW_EPISODES_RUN)),
+)
 """Fields that do not affect samples."""
 HELD_BY_ADAPTERS = ("model", "seed", "trainer.lora")
 START_FROM = "trainer.lora.start_from"

@@ -115,6 +115,49 @@ def test_too_many_failed_episodes_stop_the_step_with_the_place_in_the_users_file
     assert len((tmp_path / "resets").read_text()) == 2
 
 
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"turn_timeout_s": 1.0}, r"took longer than environment\.turn_timeout_s 1 at [^ ]*game\.py:15"),
+        (
+            {"turn_timeout_s": 90.0, "episode_timeout_s": 1.0},
+            r"took longer than environment\.episode_timeout_s 1 at [^ ]*game\.py:15",
+        ),
+    ],
+)
+def test_a_step_that_hangs_is_told_with_its_limit_and_the_place_in_the_users_file(
+    limits: dict[str, float], said: str, play: Play
+) -> None:
+    with pytest.raises(RewardFailed, match=said):
+        play("time.sleep(20)", **limits)
+
+
+def test_a_row_without_an_answer_gives_none_that_could_fit_anything(
+    tmp_path: Path, prompts: PromptBatch, adapter: AdapterVersion
+) -> None:
+    (tmp_path / "game.py").write_text(GAME.format(body="pass", restore="pass"))
+    row = Prompt(0, 0, "2 + 2?", "", [4, 5, 6], 70, {"question": "2 + 2?", "level": 3})
+    file = record_of(write_json_lines(path_of(prompts.file), [row._asdict()]))
+    config = PlayedEnvironment(name=f"{tmp_path / 'game.py'}:Game", workers=1, max_failed_frac=0.0)
+    with pytest.raises(RewardFailed, match=r"the task has no 'answer'; it has question, level\W* at [^ ]*game\.py:10"):
+        roll_out.fn(ENGINE, SAMPLING, prompts.model_copy(update={"file": file}), adapter, None, config)
+
+
+def test_the_methods_of_a_game_may_be_async(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "GAME", GAME.replace("    def ", "    async def ").replace("import os", "import asyncio, os"))
+    _, samples, _ = play("await asyncio.sleep(0.01)")
+    assert [(sample.reward, sample.num_turns) for sample in samples] == [(1.0, 3)] * 4
+
+
+def test_what_gymnasiums_methods_return_is_understood_and_truncated_ends_an_episode(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_gymnasium = GAME.replace('"</say>"\n', '"</say>", dict(seed=0)\n')
+    monkeypatch.setitem(globals(), "GAME", of_gymnasium)
+    _, samples, _ = play('return "x", 0.5, False, self.turn == 2, {}')
+    assert [(sample.reward, sample.num_turns) for sample in samples] == [(1.0, 2)] * 4
+
+
 def test_a_step_that_hangs_fails_the_episode_in_its_time(play: Play) -> None:
     _, samples, _ = play("time.sleep(60 if self.task['answer'] == '1' else 0)", turn_timeout_s=3.0, max_failed_frac=0.5)
     assert [sample.unjudged for sample in samples] == ["", "", "environment failed", "environment failed"]
@@ -203,6 +246,64 @@ def test_an_agent_gets_a_client_and_returns_its_reward(tmp_path: Path, prompts: 
     assert [(s.num_turns, s.reward, s.reward_parts) for s in samples] == [(2, 1.0, {"right": 1.0})] * 4
 
 
+AGENT = """
+import asyncio
+from infra.environments.runner import LimitReached
+
+async def run(task, client):
+    messages, num = [{"role": "user", "content": "<say>0</say>"}], 0
+    {begin}
+    while num < 9:
+        messages += [await client.chat(messages), {"role": "user", "content": "<say>more</say>"}]
+        num += 1
+    return num
+
+async def catches(task, client):
+    try:
+        return await run(task, client)
+    except LimitReached as error:
+        return {"reward": 0.5} if str(error) == "max_turns" else None
+"""
+
+
+@pytest.fixture
+def agent(tmp_path: Path, prompts: PromptBatch, adapter: AdapterVersion) -> Callable[..., list[Sample]]:
+    """Roll out with an agent: its function, and a line before its turns."""
+
+    def made(function: str, begin: str = "pass", **limits: Any) -> list[Sample]:
+        (tmp_path / "agent.py").write_text(AGENT.replace("{begin}", begin))
+        fields = {"name": f"{tmp_path}/agent.py:{function}", "workers": 2, "max_failed_frac": 0.0}
+        config = PlayedEnvironment.model_validate(fields | limits)
+        return read_samples(path_of(roll_out.fn(ENGINE, SAMPLING, prompts, adapter, None, config).file))
+
+    return made
+
+
+def test_an_agent_gets_no_more_than_its_turns_and_may_still_return_a_reward(agent: Callable[..., list[Sample]]) -> None:
+    samples = agent("catches", max_turns=3)
+    assert {(s.num_turns, s.reward, s.stop_reason, s.is_truncated) for s in samples} == {(3, 0.5, "max_turns", True)}
+
+
+@pytest.mark.parametrize(
+    ("begin", "limits", "said"),
+    [
+        (
+            "pass",
+            {"max_turns": 3},
+            r"the episode ended by environment\.max_turns before run .* raise environment\.max_turns, or catch",
+        ),
+        ("messages[0]['content'] = 'x ' * 3000", {}, r"the episode ended by engine\.max_context_tokens before run"),
+        ("await asyncio.sleep(60)", {"episode_timeout_s": 1}, r"run was not done after environment\.episode_timeout_s 1, for"),
+        ("raise TimeoutError('no board')", {}, r"raised TimeoutError: no board at [^ ]*agent\.py:7"),
+    ],
+)
+def test_an_agent_that_a_limit_ends_before_its_reward_has_failed_by_the_name_of_the_limit(
+    begin: str, limits: dict[str, int], said: str, agent: Callable[..., list[Sample]]
+) -> None:
+    with pytest.raises(RewardFailed, match=f"failed in 4 of 4 episodes.*{said}"):
+        agent("run", begin, **limits)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -215,6 +316,23 @@ def test_an_agent_gets_a_client_and_returns_its_reward(tmp_path: Path, prompts: 
             "restore 'later', must be 'replay', 'restart' or 'snapshot'",
         ),
         ("import nothing_of_that_name\n", "^environment '[^']*bad.py:Game' cannot be imported: No module .*bad.py:1$"),
+        ("class Game:\n    def reset(self) return 1\n", "^environment '[^']*' cannot be imported: SyntaxError.*"),
+        (
+            "class Game:\n    def __init__(self, size): ...\n    reset = step = lambda *a: 1\n",
+            r"cannot be called as Game\(\), with nothing else: missing a required argument: 'size'$",
+        ),
+        (
+            "class Game:\n    def reset(self): ...\n    def step(self, action): ...\n",
+            r"cannot be called as reset\(self, task\), with nothing else: too many positional arguments$",
+        ),
+        (
+            "class Game:\n    @staticmethod\n    def reset(task): ...\n    def step(self, action, turn): ...\n",
+            r"cannot be called as step\(self, action\), with nothing else: missing a required argument: 'turn'$",
+        ),
+        (
+            "async def Game(task): ...\n",
+            r"cannot be called as Game\(task, client\), with nothing else: too many positional arguments$",
+        ),
         (
             "class Gaem:\n    reset = step = None\n",
             "^environment '[^']*' does not exist; the nearest is Gaem; functions and classes there: Gaem$",

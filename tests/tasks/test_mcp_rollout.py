@@ -87,6 +87,6 @@ def test_a_server_that_dies_in_a_call_is_an_error_that_the_model_sees(play: Play
 
 
 def test_a_server_that_lists_no_tools_is_refused_before_the_run(tmp_path: Path, workspace: Path) -> None:
-    with pytest.raises(ValueError, match=r"environment '.*agent\.py:run' raised ValueError: MCP server .* lists no tools"):
+    with pytest.raises(ValueError, match=r"environment '.*agent\.py:run': MCP server .* lists no tools"):
         episodes.check(config_of(tmp_path, "no tools"), "s")
     client.close_all()

@@ -34,8 +34,8 @@ def play(workspace: Path, random_tiny: Path) -> Iterator[Play]:
     path = write_json_lines(workspace / "runs/r/steps/000000/prompts.jsonl", rows)
     prompts = PromptBatch(run="r", step=0, file=record_of(path), num_prompts=2, dataset_fingerprint="f", first_row=0)
 
-    def made(*command: str) -> list[Sample]:
-        config = PlayedEnvironment(command=command or COMMAND, workers=1, max_failed_frac=1.0)
+    def made(*command: str, max_turns: int = 4) -> list[Sample]:
+        config = PlayedEnvironment(command=command or COMMAND, workers=1, max_failed_frac=1.0, max_turns=max_turns)
         sampling = SamplingConfig(group_size=1, max_output_tokens=24)
         return read_samples(path_of(roll_out.fn(EngineConfig(kind="scripted"), sampling, prompts, adapter, None, config).file))
 
@@ -61,11 +61,16 @@ def test_a_program_that_fails_has_no_reward(play: Play) -> None:
     assert [(s.reward, s.unjudged) for s in samples] == [(None, "environment failed")] * 2
 
 
+def test_a_program_gets_no_more_than_its_turns(play: Play) -> None:
+    assert [(s.num_turns, s.reward, s.unjudged) for s in play(max_turns=3)] == [
+        (3, None, "environment failed"),  # it wanted a fourth one, and has no care for that
+        (1, 1.0, ""),
+    ]
+
+
 def test_a_program_that_does_not_exist_is_refused_in_one_line(workspace: Path) -> None:
     config = PlayedEnvironment(command=("/nowhere/agent", "--flag"), max_failed_frac=0.0)
-    with pytest.raises(
-        ValueError, match=r"environment '/nowhere/agent --flag' raised ValueError: program '/nowhere/agent' does not exist"
-    ):
+    with pytest.raises(ValueError, match=r"environment '/nowhere/agent --flag': program '/nowhere/agent' does not exist"):
         playing.check(config, "digest")
     client.close_all()
 

@@ -200,6 +200,20 @@ def test_an_episode_counts_once_in_the_figures_of_a_step_however_many_trajectori
     assert (metrics["episodes/mean_turns"], metrics["rollout/mean_output_tokens"]) == (2, 3)
 
 
+def test_the_errors_of_tools_are_figures_of_a_step_in_all_and_by_tool(workspace: Path) -> None:
+    rollouts, prompts = recorded(workspace, of_three_and_one_turns())
+    rollouts = rollouts.model_copy(update={"is_judged": True, **counts_of(of_three_and_one_turns(), of_episodes=True)})
+    engine = dict.fromkeys(("num_new_output_tokens", "num_kept", "ttft_s", "prefix_cache_hit_frac", "memory_gib"), 0.0)
+    played = engine | {"seconds": 1.0, "tool_errors": 3.0, "tool_errors/book": 2.0, "tool_errors/pay": 1.0}
+    trained = {"peak_memory_gib": 0.0, "metrics": {}, "seconds": {}}
+    metrics = metrics_of(rollouts, score.fn(RewardConfig(), rollouts, prompts), trained, {"roll_out": played})
+    assert {name: value for name, value in metrics.items() if "errors" in name} == {
+        "episodes/tool_errors": 3.0,
+        "episodes/tool_errors/book": 2.0,
+        "episodes/tool_errors/pay": 1.0,
+    }
+
+
 def test_an_episode_that_ran_into_a_limit_counts_once_as_truncated() -> None:
     cut = [replace(each, finish_reason="length") for each in of_three_and_one_turns()]
     assert counts_of(cut, of_episodes=True)["num_truncated"] == 2

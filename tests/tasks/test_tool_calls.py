@@ -168,6 +168,7 @@ def test_a_tool_that_fails_gives_its_error_as_a_result_and_is_counted(play: Play
     assert "error: AssertionError: sold out" in samples[0].text
     measures = read_json(workspace / "runs/r/steps/000000/measures/roll_out.json")
     assert (measures["tool_calls"], measures["tool_errors"], measures["branches"], measures["prefix_mismatches"]) == (6, 2, 0, 0)
+    assert measures["tool_errors/book"] == 2
     assert measures["environment_s"] > 0.6 and measures["model_s"] > 0
 
 

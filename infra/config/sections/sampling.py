@@ -63,9 +63,10 @@ class EnvironmentConfig(ConfigBase):
     max_turns: int = Field(default=4, ge=1, le=64)
     """Turns of an episode; a longer one ends here, with the rewards that it has. Range 1 to 64."""
     turn_timeout_s: float = Field(default=30.0, gt=0)
-    """Longest time of one call of reset or step, in seconds; an episode that takes longer has failed."""
+    """Longest time of one call of reset or step, in seconds; an episode that takes longer has failed. No call gets more than episode_timeout_s."""
     episode_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest time of an episode, the model's answers included, in seconds; it ends with the rewards that it has. An agent has failed then."""
+    """Longest time of an episode, the model's answers included, in seconds; it ends with the rewards that it has when the turn under way is done.
+    An agent has failed then."""
     max_observation_tokens: int = Field(default=512, ge=2)
     """Tokens of an observation after the first; from the middle of a longer one the rest is left out."""
     tool_timeout_s: float = Field(default=20.0, gt=0)

@@ -30,19 +30,22 @@ class RewardFile(NamedTuple):
         return f"{self.path}:{self.function}"
 
 
-def absolute(name: str, folder: Path) -> str:
-    """Return a reward's name with the absolute path of its file; other names unchanged.
+def absolute(name: str, folder: Path, field: str = FIELD) -> str:
+    """Return a reward's or an environment's name with the absolute path of its file; other names unchanged.
 
     name: `mine.py:score`, `mine.py` with a single reward in it, or `mine.score` where the folder holds mine.py or the package mine.
     folder: Where relative paths start.
+    field: Whose value it is.
 
     Raises:
-        ValueError: for a file without a function's name that cannot be read or has not exactly one reward.
+        ValueError: for a file without a function's name that cannot be read or has not exactly one reward; for any such environment.
     """
     if file := RewardFile.parse(name):
         return str(RewardFile(_resolved(file.path, folder), file.function))
     if name.endswith(".py"):
         path = _resolved(Path(name), folder)
+        if field == ENVIRONMENT:
+            raise ValueError(f"{field} {name!r} names no class or function: {_example(name, path)}")
         return str(RewardFile(path, _only_reward(name, path)))
     module, _, function = name.rpartition(".")
     if module and all(part.isidentifier() for part in name.split(".")) and module.split(".")[0] not in PACKAGES:
@@ -62,11 +65,12 @@ def absolute_functions(functions: Sequence[Any], folder: Path) -> list[Any]:
 
 
 def absolute_in_sweep(words: str, folder: Path) -> str:
-    """Do the same for the values in `reward.name=mine.py:score,mine.py:other`. Another field's words and a JSON list stay as they are."""
+    """Do the same for the values in `reward.name=mine.py:score,mine.py:other`, or of an environment. Another field's words and a JSON list stay as
+    they are."""
     field, _, values = words.partition("=")
-    if field != FIELD or values.lstrip().startswith("["):
+    if field not in (FIELD, ENVIRONMENT) or values.lstrip().startswith("["):
         return words
-    return f"{field}={','.join(absolute(value.strip(), folder) for value in values.split(','))}"
+    return f"{field}={','.join(absolute(value.strip(), folder, field) for value in values.split(','))}"
 
 
 def absolute_command(words: Sequence[str], folder: Path) -> list[str]:
@@ -99,6 +103,15 @@ def _only_reward(name: str, path: Path) -> str:
     found = f"it has {', '.join(functions)}" if functions else "it has no function"
     example = (fitting or list(functions) or ["score"])[0]
     raise ValueError(f"{FIELD} {name!r} names no function, and {found}: give one, such as {name}:{example}")
+
+
+def _example(name: str, path: Path) -> str:
+    """Say what a file's environment may be called."""
+    check_file(path, "environment")
+    kinds = (ast.ClassDef, ast.AsyncFunctionDef)
+    found = [node.name for node in parsed(path, "environment").body if isinstance(node, kinds) and not node.name.startswith("_")]
+    has = f"it has {', '.join(found)}" if found else "it has no class and no async function"
+    return f"{has}; give one, such as {name}:{(found or ['Game'])[0]}"
 
 
 def _functions_of(path: Path) -> dict[str, set[str]]:

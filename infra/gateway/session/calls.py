@@ -8,6 +8,7 @@ One without a result may have had its effect: it is made again, with the same ke
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,8 +67,9 @@ class Calls:
         return self.is_refused or any(call.is_open or call.key not in self.asked for call in made)
 
     @property
-    def num_errors(self) -> int:
-        return sum(call.is_error for call in self.by_key.values())
+    def errors(self) -> Counter[str]:
+        """Number of calls whose result is an error, by tool."""
+        return Counter(call.name for call in self.by_key.values() if call.is_error)
 
     def begin_episode(self, *, restarts: bool) -> None:
         """Note that the episode begins, where restarts is True without its record.

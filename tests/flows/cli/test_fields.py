@@ -290,6 +290,23 @@ def test_a_reward_file_without_its_function_is_refused_while_options_are_read(
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("x = 1\n", "it has no class and no async function; give one, such as mine.py:Game"),
+        ("class Shop:\n    pass\nasync def run(task, client): ...\n", "it has Shop, run; give one, such as mine.py:Shop"),
+    ],
+)
+def test_an_environments_file_without_its_class_is_refused_while_options_are_read(
+    text: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        run(["run", "--environment.name", "mine.py"])
+    assert capsys.readouterr().err == f"error: environment.name 'mine.py' names no class or function: {problem}\n"
+
+
 def test_files_of_evaluation_sets_are_named_from_where_the_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     as_text = "gsm8k?source=test.jsonl&num_prompts=3&reward=mine.py:score"

@@ -73,6 +73,9 @@ def test_the_values_of_a_sweep_are_named_alike_and_its_runs_have_short_names(fol
     assert over == f"reward.name={folder.resolve()}/mine.py:score,gsm8k_numeric"
     assert [run.name for run in grid.variants(RunConfig(name="s"), [over])] == ["s-name-mine.score", "s-name-gsm8k_numeric"]
     assert absolute_in_sweep("model=mine.py:score", folder) == "model=mine.py:score"
+    assert absolute_in_sweep("environment.name=mine.py:Game,a.b.run", folder) == (
+        f"environment.name={folder.resolve()}/mine.py:Game,a.b.run"
+    )
 
 
 def test_a_name_is_that_of_a_file_by_its_ending() -> None:

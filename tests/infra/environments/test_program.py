@@ -37,6 +37,15 @@ def test_a_program_without_a_reward_is_an_error(program: str, kind: type[Excepti
     assert "\n" not in str(caught.value)
 
 
+def test_a_program_that_fails_is_named_by_its_last_words_and_all_of_them_are_in_the_log(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(RuntimeError, match=r"^the program ended with 1: ValueError: my own mistake$"):
+        outcome_of("import sys; print('begins', file=sys.stderr); raise ValueError('my own mistake')")
+    said = capsys.readouterr().err
+    assert said.startswith("begins\nTraceback") and said.endswith("ValueError: my own mistake\n")
+
+
 def test_a_hanging_program_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     started = "import subprocess, time; child = subprocess.Popen(['sleep', '600'])"
     script = f"{started}; open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); time.sleep(600)"
@@ -59,5 +68,9 @@ def test_a_command_that_does_not_exist_is_one_line(tmp_path: Path) -> None:
         run_program(["/nowhere/agent"], {}, {}, 5)
     (tmp_path / "agent").touch(os.O_RDONLY)
     for name in ("/nowhere/agent", str(tmp_path / "agent")):
-        with pytest.raises(ValueError, match="does not exist or cannot be executed"):
+        with pytest.raises(ValueError, match=r"does not exist or cannot be executed$"):
             check_command([name])
+    with pytest.raises(
+        ValueError, match=r'program \'python3 agent.py\' does not exist .*: give each word by itself, such as \["python3", "'
+    ):
+        check_command(["python3 agent.py"])

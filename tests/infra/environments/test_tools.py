@@ -45,6 +45,24 @@ def test_a_parameter_without_a_known_type_is_refused_by_name() -> None:
         Tool(f).schema  # noqa: B018  # it is computed
 
 
+def test_types_that_are_written_as_text_are_read() -> None:
+    """As with `from __future__ import annotations`."""
+
+    def times(a: "int", b: "float" = 1.0) -> "float":
+        return a * b
+
+    parameters = tool(times).schema["function"]["parameters"]
+    assert parameters["properties"] == {"a": {"type": "integer"}, "b": {"type": "number"}}
+
+
+def test_an_async_function_is_no_tool() -> None:
+    async def times(a: int) -> int:
+        return a
+
+    with pytest.raises(ValueError, match=r"^tool 'times' is async: a tool is a plain function, write it with def$"):
+        tool(times)
+
+
 def test_outside_of_episodes_a_tool_is_a_plain_function() -> None:
     assert search("a", limit=2) == ["a", "a"]
 

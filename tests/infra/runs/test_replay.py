@@ -1,6 +1,6 @@
 import pytest
 
-from infra.config import DataConfig, RunConfig
+from infra.config import DataConfig, EnvironmentConfig, RunConfig
 from infra.records import AdapterVersion, BaseModelRef, CarriedOver, File, PromptBatch, Rollouts
 from infra.runs.replay import check_changes, files_in, moved
 
@@ -64,6 +64,15 @@ def test_a_replay_that_holds_out_other_rows_draws_its_prompts_again() -> None:
     assert check_changes(before, fewer, "draw_prompts", BASE) == ["evaluation.num_prompts"]
     folder = before.but(data=DataConfig(source="own"))
     assert check_changes(folder, folder.but(evaluation=fewer.evaluation), "train", BASE) == ["evaluation.num_prompts"]
+
+
+def test_a_replay_that_takes_over_the_samples_takes_no_other_environment() -> None:
+    before = RunConfig(environment=EnvironmentConfig(name="mine.Game"))
+    with pytest.raises(
+        ValueError, match=r"environment\.max_turns = 2 .* changes what roll_out made, .* replay from roll_out to change it"
+    ):
+        check_changes(before, before.but(environment=before.environment.but(max_turns=2)), "score", BASE)
+    assert check_changes(before, before.but(environment=before.environment.but(workers=2)), "score", BASE) == []
 
 
 def test_what_an_adapter_was_made_with_cannot_change_even_if_it_is_the_first() -> None:
