@@ -115,14 +115,15 @@ def play(*, row: dict[str, Any]) -> dict[str, float]:
             check_command(episode.command)
         servers.check()
         return LOADED | ({RESTART: 1.0} if getattr(found, "restore", "replay") == "restart" else {})
-    episode = episode._replace(task=Task(episode.task))
+    task = Task(episode.task)
+    episode = episode._replace(task=task)
     client = ModelClient(episode.base_url, episode.api_key, episode.model, episode.episode_timeout_s)
     limits = ToolLimits(episode.tool_timeout_s, episode.max_result_characters)
     journal = CallJournal(episode.base_url, episode.api_key, limits)
     snapshot = journal.begin_episode()
     if found is None:
         variables = {"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key, "OPENAI_MODEL": client.model}
-        return _of_agent(run_program(episode.command, episode.task, variables, episode.episode_timeout_s))
+        return _of_agent(run_program(episode.command, task, variables, episode.episode_timeout_s))
     JOURNAL.set(journal)
     with servers.for_episode():
         return _played(found, episode, client, snapshot)
