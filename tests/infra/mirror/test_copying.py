@@ -228,7 +228,12 @@ def test_a_large_file_has_the_time_of_a_slow_connection(store: Any, monkeypatch:
 
 @pytest.mark.parametrize(
     ("fault", "method", "where"),
-    [("503", "PUT", "partNumber=2"), ("reset", "PUT", "partNumber=2"), ("lost", "POST", "uploadId="), ("reset", "POST", "uploadId=")],
+    [
+        ("503", "PUT", "partNumber=2"),
+        ("reset", "PUT", "partNumber=2"),
+        ("lost", "POST", "uploadId="),
+        ("reset", "POST", "uploadId="),
+    ],
 )
 def test_a_file_that_is_sent_in_parts_is_there_whole_and_leaves_no_parts(
     store: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch, fault: str, method: str, where: str
