@@ -101,8 +101,12 @@ class Remote:
             return
 
         def upload() -> None:
-            with self._whole(name) as place:
-                self.files.put_file(str(local), place, **self._within(_limit_of(num_bytes)))
+            try:
+                with self._whole(name) as place:
+                    self.files.put_file(str(local), place, **self._within(_limit_of(num_bytes)))
+            except FileNotFoundError:  # also of an upload in parts that was completed, and whose answer was lost
+                if self.num_bytes(name) != num_bytes:
+                    raise
             if (stored := self.num_bytes(name)) != num_bytes:
                 raise OSError(f"{stored} bytes have arrived of {num_bytes}")
 

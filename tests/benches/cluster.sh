@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # The same run on a Ray cluster of two nodes: undisturbed, and with one node killed or cut off for 30 s, in a rollout or in a training:
 #   bash tests/benches/cluster.sh FOLDER [CASE ...]
-# In the cases one-node, spread and spread-part one engine is split in two (tensor_parallel 2): on one node, over both, and over both with its part
-# on the second node killed in a rollout. Their digests must be equal among themselves.
+# In the cases one-node and spread* one engine is split in two (tensor_parallel 2): on one node, over both, and over both with its part
+# on the second node killed in a rollout. In spread-node and spread-node-back the whole second node is killed, and the run must stop. Then the same
+# command goes on: with both parts on the node that is left, or over both when the second is back. Digests of these cases must be equal among themselves.
 # The nodes are two network namespaces of this machine, joined by a pair of virtual interfaces (needs root), with one workspace folder.
 # Real parts on a CPU, minutes a case. Prints the digests of each run's adapters; they must be equal.
 source "$(dirname "$0")/in_folder.sh"
@@ -67,6 +68,18 @@ listening() { # addresses on which the engine's processes of a node listen, with
   ip netns exec "$1" ss -Hltnp | grep -E "$pids" | awk '{ print $4 }' | sed 's/:[0-9]*$//' | sort | uniq -c | tr '\n' ' '
 }
 kill_node() { ip netns pids $B | xargs kill -KILL; }
+join_node() { ray_node $B "$FOLDER/$case-node.log" --address="$HEAD" --node-ip-address="$TWO"; }
+start_run() { # or go on with it
+  ip netns exec $A $RATCHET run --preset smoke --name far --num_steps $STEPS --evaluation.every 0 "${engine[@]}" \
+    --trainer.num_processes 2 >> "$FOLDER/$case.log" 2>&1 &
+  FLOW=$!
+}
+has_stopped() { # wait until a run that needs both nodes ends, and print what it says; the journal's first line is no sample
+  local since=$SECONDS
+  wait $FLOW && { echo "the run did not stop" >&2; exit 1; }
+  grep -m 1 "^error: replica 0 of the engine has no node" "$FOLDER/$case.log"
+  echo "$case: stopped $((SECONDS - since)) s after the strike with $(($(wc -l < "$step/samples.journal") - 1)) samples"
+}
 programs_of_node() { # count engines and trainers on the second node
   ip netns pids $B | xargs -r ps -o args= -p | grep -c "sglang_cpu\|sglang_server\|infra\.megatron" || true
 }
@@ -83,11 +96,11 @@ cut_node() { # take the only link between the nodes away for CUT_S seconds; what
 
 for case in "${CASES[@]}"; do
   export RATCHET_WORKSPACE=$FOLDER/$case RATCHET_CLUSTER_ADDRESS=$HEAD
-  rm -rf "$RATCHET_WORKSPACE"
+  rm -rf "$RATCHET_WORKSPACE" "$FOLDER/$case.log"
   mkdir -p "$RATCHET_WORKSPACE"
   cp -a "$MODELS" "$RATCHET_WORKSPACE/models"
   ray_node $A "$FOLDER/$case-head.log" --head --node-ip-address="$ONE" --port=6379 --include-dashboard=false --temp-dir="$SESSION"
-  ray_node $B "$FOLDER/$case-node.log" --address="$HEAD" --node-ip-address="$TWO"
+  join_node
   engine=(--engine.replicas 2)
   unset RATCHET_CLUSTER_ENGINE_NODES RATCHET_CLUSTER_TRUSTED_NETWORK
   case $case in
@@ -96,9 +109,7 @@ for case in "${CASES[@]}"; do
       engine=(--engine.tensor_parallel 2)
       export RATCHET_CLUSTER_ENGINE_NODES=2 RATCHET_CLUSTER_TRUSTED_NETWORK=$NET ;;
   esac
-  ip netns exec $A $RATCHET run --preset smoke --name far --num_steps $STEPS --evaluation.every 0 "${engine[@]}" \
-    --trainer.num_processes 2 > "$FOLDER/$case.log" 2>&1 &
-  FLOW=$!
+  start_run
   start=$SECONDS
   step=$RATCHET_WORKSPACE/runs/far/steps/00000$STRIKE
   case $case in
@@ -106,6 +117,8 @@ for case in "${CASES[@]}"; do
     training) until_file_has 1 "$step/train/trainer.log"; kill_node ;;
     spread) until_file_has 2 "$step/samples.journal"; echo "$case: the engine listens on $(listening $A)and on $(listening $B)" ;;
     spread-part) until_file_has 2 "$step/samples.journal"; kill_part ;;
+    spread-node) until_file_has 2 "$step/samples.journal"; kill_node; has_stopped; unset RATCHET_CLUSTER_ENGINE_NODES; start_run ;;
+    spread-node-back) until_file_has 2 "$step/samples.journal"; kill_node; has_stopped; join_node; start_run ;;
     rollout-cut) until_file_has 2 "$step/samples.journal"; cut_node ;;
     training-cut) until_file_has 1 "$step/train/trainer.log"; cut_node ;;
   esac

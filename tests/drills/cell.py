@@ -144,7 +144,7 @@ class Running:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.workspace.mkdir(parents=True)
         if self.cell.target == "disk":
-            far_cells.mount_disk(self.workspace)
+            far_cells.mount_disk(self.workspace, self.cell.fault)
         is_cut = self.cell.fault in far_cells.CUT_S and self.cell.variant not in node_cells.VARIANTS
         if is_cut and (refusal := namespace.refusal()):
             raise far_cells.Refused(refusal)
@@ -221,8 +221,7 @@ class Running:
         elif target == "node":
             node_cells.strike(self)
         elif target == "disk":
-            far_cells.fill_disk(self.workspace)
-            self.restore = (math.inf, lambda: far_cells.free_disk(self.workspace))
+            far_cells.strike_disk(self)
         elif fault in far_cells.CUT_S:
             self._cut(fault)
         elif target == "judge":

@@ -8,8 +8,10 @@ Who is struck with groups waiting: step 0 trains, the rollout of step 1 is whole
 """
 
 import json
+import math
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +34,8 @@ TARGETS = ("group file", "group mark", "disk", "store", "node", "engine part")
 """group file, group mark: of step 1, which waits. disk: the file system of the workspace. store: as seen through the door. node, engine part: see
 node_cells.py."""
 FAULTS = ("slow", "cut", "brief cut", "damaged", "full", "HTTP 403")
-"""cut: no packet passes for CUT_S, brief cut: for BRIEF_CUT_S. HTTP 403: the keys are not taken any more. full: no space is left."""
+"""cut: no packet passes for CUT_S, brief cut: for BRIEF_CUT_S. HTTP 403: the keys are not taken any more. full: no space is left. A slow
+disk takes no write for FROZEN_S."""
 SIGNALS = ("SIGKILL", "SIGTERM", "hang")
 QUEUE: dict[tuple[str, str], tuple[str, ...]] = {
     **{("flow", fault): (WAITING, WRITING, MARKING) for fault in SIGNALS},
@@ -40,6 +43,7 @@ QUEUE: dict[tuple[str, str], tuple[str, ...]] = {
     **{("engine", fault): (WAITING,) for fault in (*SIGNALS, "garbage")},
     **{("worker", fault): (WAITING,) for fault in ("SIGKILL", "SIGTERM")},
     ("disk", "full"): (WRITING,),
+    ("disk", "slow"): (WAITING, WRITING),
     ("group file", "damaged"): (WAITING,),
     ("group mark", "damaged"): (WAITING,),
 }
@@ -59,6 +63,8 @@ CUT_S = {"cut": 4.0, "brief cut": 0.7}
 BUCKET = "drill"
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
 DISK_MIB = 96
+FROZEN_S = 4.0
+"""So long a slow disk takes no write: longer than an engine may be silent."""
 CURE_LIMIT_S = 60.0
 
 
@@ -112,12 +118,36 @@ def url_of(running: "Running") -> str:
 # -- a disk of the cell's own
 
 
-def mount_disk(workspace: Path) -> None:
+def mount_disk(workspace: Path, fault: str) -> None:
     """Raises Refused where no file system can be mounted."""
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(workspace)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise Refused(f"no file system can be mounted here: {done.stderr.strip()}")
+    commands = [["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(workspace)]]
+    if fault == "slow":  # a file system that can be frozen
+        if missing := [name for name in ("mkfs.ext4", "fsfreeze") if not shutil.which(name)]:
+            raise Refused(f"{missing[0]} is not installed: a slow disk cannot be played")
+        image = str(workspace.with_name("disk.img"))
+        commands = [
+            ["truncate", f"--size={DISK_MIB}M", image],
+            ["mkfs.ext4", "-q", image],
+            ["mount", "-o", "loop", image, str(workspace)],
+        ]
+    for command in commands:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise Refused(f"no file system can be mounted here: {done.stderr.strip()}")
+
+
+def strike_disk(running: "Running") -> None:
+    if running.cell.fault == "full":
+        fill_disk(running.workspace)
+        running.restore = (math.inf, lambda: free_disk(running.workspace))
+        return
+
+    def thaw() -> None:
+        running.restore = None
+        subprocess.run(["fsfreeze", "--unfreeze", str(running.workspace)], check=True)
+
+    subprocess.run(["fsfreeze", "--freeze", str(running.workspace)], check=True)
+    running.restore = (time.monotonic() + FROZEN_S, thaw)
 
 
 def unmount_disk(workspace: Path) -> None:
@@ -220,7 +250,9 @@ def _after_queue(running: "Running", problems: list[str]) -> None:
     # a wrong answer sets its journal aside: as many of its samples as had come are counted as dropped
     if counted != (0, 0, size if is_lost else 0) and running.cell.fault != "garbage":
         problems.append(f"{counted} samples wait, are carried over and were dropped; {size if is_lost else 0} were lost")
-    line = LINES.get(running.cell.target)
+    line = None if running.cell.fault == "slow" else LINES.get(running.cell.target)
+    if running.cell.fault == "slow" and (running.folder / "attempt-2.log").exists():
+        problems.append("a disk that is slow was not waited for: the run ended")
     if line and line not in (running.folder / "attempt-1.log").read_text():
         problems.append(f"attempt-1.log does not say {line!r}")
 

@@ -20,7 +20,7 @@ class Proxy:
     (the request is read and never answered, also not after a later strike)."""
 
     def __init__(self, target: str) -> None:
-        self.fault, self.methods, self.times = "", ("PUT", "POST"), 0
+        self.fault, self.methods, self.times, self.where = "", ("PUT", "POST"), 0, ""
         self.seen: list[str] = []
         self.is_over = threading.Event()
         proxy = self
@@ -72,13 +72,14 @@ class Proxy:
 
     def next_fault(self, method: str, path: str) -> str:
         self.seen.append(f"{method} {path}")
-        if self.fault and self.times and method in self.methods:
+        if self.fault and self.times and method in self.methods and self.where in path:
             self.times -= 1
             return self.fault
         return ""
 
-    def strike(self, fault: str, times: int, methods: tuple[str, ...] = ("PUT", "POST")) -> None:
-        self.fault, self.times, self.methods = fault, times, methods
+    def strike(self, fault: str, times: int, methods: tuple[str, ...] = ("PUT", "POST"), where: str = "") -> None:
+        """where: Part of the paths that are struck."""
+        self.fault, self.times, self.methods, self.where = fault, times, methods, where
 
 
 @contextmanager

@@ -88,6 +88,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
+def unfinished() -> list[str]:
+    """Keys of uploads in parts that were not completed."""
+    return [each["Key"] for each in Remote(URL).files.call_s3("list_multipart_uploads", Bucket="runs").get("Uploads", [])]
+
+
 def test_a_run_is_continued_on_another_machine_with_equal_bytes(
     store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +224,26 @@ def test_a_large_file_has_the_time_of_a_slow_connection(store: Any, monkeypatch:
     monkeypatch.setattr(there.files, "get_file", lambda path, local, timeout: given.append(timeout))
     there.get("mine/objects/x", settings().workspace / "x", 3_000_000)
     assert given == [5.0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "method", "where"),
+    [
+        ("503", "PUT", "partNumber=2"),
+        ("reset", "PUT", "partNumber=2"),
+        ("lost", "POST", "uploadId="),
+        ("reset", "POST", "uploadId="),
+    ],
+)
+def test_a_file_that_is_sent_in_parts_is_there_whole_and_leaves_no_parts(
+    store: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch, fault: str, method: str, where: str
+) -> None:
+    monkeypatch.setattr(s3fs.core, "calculate_chunksize", lambda size, chunksize=None: 5 << 20)  # the least that S3 takes
+    local, there = workspace / "optimizer", Remote(URL)
+    local.write_bytes(bytes(range(256)) * (11 << 12))
+    store.strike(fault, times=3, methods=(method,), where=where)  # more often than the library tries
+    there.put(local, "mine/objects/x")
+    assert store.times == 0 and there.read("mine/objects/x") == local.read_bytes() and unfinished() == []
 
 
 def test_refused_keys_stop_a_run_before_it_begins(store: Any) -> None:
