@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from fsspec.core import url_to_fs
@@ -37,6 +37,14 @@ ANSWER_S = 30.0
 """Longest time of one call to a store, in seconds, with the library's own attempts. Data adds to it by SLOW_BYTES_PER_S."""
 SLOW_BYTES_PER_S = 1_000_000
 """The slowest connection that data may have."""
+
+
+class HttpStatus(NamedTuple):
+    codes: frozenset[str]
+    word: str
+
+
+NO_RIGHTS, NOT_FOUND = HttpStatus(frozenset(("401", "403")), "Forbidden"), HttpStatus(frozenset(("404",)), "Not Found")
 
 
 class RemoteError(OSError):
@@ -212,17 +220,23 @@ class Remote:
             except FSTimeoutError as error:
                 waited_s = time.monotonic() - begin
                 raise RemoteError(f"{self.url} does not answer in time: it did not {what} within {waited_s:.0f} s") from error
-            except PermissionError as error:
-                raise RemoteError(f"{self.url} does not {what} with these keys: {_said(error)}", is_refusal=True) from error
-            except FileNotFoundError as error:
-                raise RemoteError(f"{self.url} does not exist, or cannot {what}: {_said(error)}", is_refusal=True) from error
             except RemoteError:
                 raise
             except Exception as error:  # each library has errors of its own
+                if isinstance(error, PermissionError) or _has_status(error, NO_RIGHTS):
+                    raise RemoteError(f"{self.url} does not {what} with these keys: {_said(error)}", is_refusal=True) from error
+                if isinstance(error, FileNotFoundError) or _has_status(error, NOT_FOUND):
+                    raise RemoteError(f"{self.url} does not exist, or cannot {what}: {_said(error)}", is_refusal=True) from error
                 if attempt == num_attempts:
                     raise RemoteError(f"{self.url} cannot {what}: {_said(error)}") from error
             time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
         raise AssertionError("not reached")
+
+
+def _has_status(error: Exception, status: HttpStatus) -> bool:
+    """Whether a library's error stands for an HTTP status: adlfs has it as `status_code`, gcsfs as `code` or as the first word of an OSError."""
+    found = {str(getattr(error, name, "")) for name in ("status_code", "code")}
+    return bool(found & status.codes) or str(error).startswith(f"{status.word}:")
 
 
 def _limit_of(num_bytes: int) -> float:

@@ -307,6 +307,35 @@ def test_a_machine_that_was_away_cannot_go_on_beside_another(store: Any, tmp_pat
     assert any(file["num_bytes"] == other.stat().st_size for file in index["files"] if file["path"].endswith("manifest.json"))
 
 
+def error_of(kind: type[Exception], message: str, **fields: object) -> Exception:
+    """As adlfs 2026.8.0 and gcsfs 2026.8.2 raise them: seen with both, before a server that answers with these statuses."""
+    error = kind(message)
+    vars(error).update(fields)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (error_of(Exception, "no", status_code=403), "does not take .ratchet with these keys"),
+        (error_of(Exception, "no", status_code=404), "does not exist, or cannot take .ratchet"),
+        (error_of(Exception, "no access, 401", code=401), "does not take .ratchet with these keys"),
+        (OSError("Forbidden: b/runs/o\nno access"), "does not take .ratchet with these keys"),
+        (error_of(Exception, "busy", status_code=503), None),
+        (OSError("reset"), None),
+    ],
+)
+def test_what_other_stores_refuse_is_a_refusal(error: Exception, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise error
+
+    there = Remote("memory://runs")
+    monkeypatch.setattr(there.files, "pipe_file", refuse)
+    with pytest.raises(RemoteError, match=said or "cannot take") as refused:
+        there.check()
+    assert refused.value.is_refusal == (said is not None) and "\n" not in str(refused.value)
+
+
 def test_another_run_of_the_same_name_is_refused(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert copy_run(RUN)
     here(tmp_path / "other", monkeypatch)
