@@ -134,7 +134,7 @@ def test_a_broken_file_of_a_model_is_named_before_a_run_is_begun(workspace: Path
         (
             "mcp",
             f"{sys.executable} tests/mcp_server.py --fault 'no tools'",
-            "environment 'infra.environments.examples.tool_agent.run' raised ",
+            "environment 'infra.environments.examples.tool_agent.run': MCP server ",
         ),
         ("mcp", "https://me:hidden@host/mcp", "environment.mcp holds an address with a user, a password or a query"),
         (
