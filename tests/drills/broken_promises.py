@@ -110,6 +110,14 @@ BREAKAGES = (
     ),
     Breakage(
         "2 fencing",
+        "a trainer that goes on from what it has kept does not look whose adapter the files are",
+        "infra/megatron/lora/peft_files.py",
+        "    if (found := digests.sha256_of(folder / ADAPTER_WEIGHTS)) != job.adapter_sha256:\n",
+        "    if reads_tensors and (found := digests.sha256_of(folder / ADAPTER_WEIGHTS)) != job.adapter_sha256:\n",
+        "tests/infra/megatron/test_program.py::test_files_that_are_not_read_are_known_by_their_digests_alone",
+    ),
+    Breakage(
+        "2 fencing",
         "an adapter is made from experts that changed in the engine's memory during the training",
         "infra/megatron/program/run_job.py",
         "            session.check_experts()\n",
@@ -547,6 +555,14 @@ BREAKAGES = (
         "return measured_in(before.prompts, before.scored)",
         "return ScoredBefore()",
         "tests/flows/test_curriculum.py::test_a_run_draws_by_the_rates_of_the_steps_before_and_so_do_its_replay_its_fork_and_its_copy",
+    ),
+    Breakage(
+        "4 replay",
+        "a replay with another environment takes the samples of the old one",
+        "infra/runs/replay.py",
+        '    "environment": "roll_out",\n',
+        "",
+        "tests/infra/runs/test_replay.py::test_a_replay_that_takes_over_the_samples_takes_no_other_environment",
     ),
     Breakage(
         "4 replay",
