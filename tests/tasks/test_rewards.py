@@ -299,11 +299,11 @@ def test_a_reward_that_is_no_finite_number_is_unjudged_and_never_0(value: object
         found = of_value(whole, {}, None)
         assert found.reward is None and found.parts is None
         if whole is None:
-            assert (found.reason, found.message) == ("returned None", "returned None, function")
+            assert (found.reason, found.message) == ("returned None", "returned None")
         else:
             assert (found.reason, found.message) == (
                 "no number",
-                f"returned {value!r} for {part!r}: a finite number is needed, function",
+                f"returned {value!r} for {part!r}: a finite number is needed",
             )
 
 
