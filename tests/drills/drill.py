@@ -91,7 +91,10 @@ def _chosen(options: argparse.Namespace) -> list[Cell]:
     if options.sample:
         chosen += matrix.SAMPLE
     if options.only:
-        chosen += [cell for cell in (*matrix.matrix(), *matrix.REAL) if options.only in str(cell)]
+        found = [cell for cell in (*matrix.matrix(), *matrix.REAL) if options.only in str(cell)]
+        if not found:
+            sys.exit(f"error: no cell that can be run here has {options.only!r} in its address; --list shows all addresses")
+        chosen += found
     if options.every:
         chosen += matrix.matrix()[:: options.every]
     if options.random:

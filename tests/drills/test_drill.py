@@ -81,6 +81,13 @@ def test_a_run_whose_far_parts_fail_heals(family: str, tmp_path: Path) -> None:
         print("\n".join(skipped))
 
 
+def test_a_word_that_no_address_has_is_refused_and_not_taken_for_all_cells() -> None:
+    command = [sys.executable, str(HERE / "drill.py"), "--only", "no such word"]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: no cell that can be run here has 'no such word' in its address")
+
+
 def test_the_drill_strikes_every_task_of_the_step() -> None:
     from prefect import Task
 
