@@ -32,7 +32,7 @@ TO_TRAINING_S = 0.4
 TO_SAMPLING_S = {"keep_weights": 0.79, "reload": 3.0, "offload": 6.0, "restart": 47.0, "separate_gpus": 0.79}
 """Seconds from the last training kernel to the first sampled token, by colocation plan (docs/colocation.md, docs/results/speed.md)."""
 EXPERTS_S = (3.7e-9, 17e-9)
-"""Seconds more in each direction for each parameter of an adapter on experts: 30B-A3B at rank 8, plan keep_weights, one H200."""
+"""Seconds more in each direction for each parameter of an adapter on experts: 30B-A3B at rank 8, plan keep_weights, one run on one H200."""
 
 
 class PlannedStep(BaseModel):
