@@ -210,7 +210,8 @@ def _start_agent(ray: Any, group: Any, number: int, num_gpus: int, locks: Mappin
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=number
     )
-    environment = {"PYTHONPATH": str(CHECKOUT), **_settings_of_nodes()}
+    path = os.pathsep.join((str(CHECKOUT), *filter(None, (os.environ.get("PYTHONPATH"),))))
+    environment = {"PYTHONPATH": path, **_settings_of_nodes()}
     remote = ray.remote(_Agent).options(
         num_cpus=1,
         num_gpus=num_gpus,

@@ -109,11 +109,11 @@ def _check_gpus(config: RunConfig) -> None:
     if devices.device() == "cpu":
         return
     here = nvml.numbers()
-    # On a cluster the trainer's ranks are laid out over the nodes that live when it starts.
-    on_this_node = 1 if connection.is_set() else config.trainer.num_processes
+    # On a cluster ranks and replicas are laid out over the nodes that live when they start, and a replica may need several of them.
+    is_alone = not connection.is_set()
     for field, wanted, given, name in (
-        ("engine.tensor_parallel", config.engine.tensor_parallel, settings().engine_gpus, "RATCHET_ENGINE_GPUS"),
-        ("trainer.num_processes", on_this_node, settings().trainer_gpus, "RATCHET_TRAINER_GPUS"),
+        ("engine.tensor_parallel", config.engine.tensor_parallel * is_alone, settings().engine_gpus, "RATCHET_ENGINE_GPUS"),
+        ("trainer.num_processes", config.trainer.num_processes * is_alone, settings().trainer_gpus, "RATCHET_TRAINER_GPUS"),
     ):
         if missing := set(given) - set(here):
             raise ValueError(f"{name} names GPU {min(missing)}; this process may use {', '.join(map(str, here))}")

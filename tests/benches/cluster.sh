@@ -6,8 +6,14 @@
 # command goes on: with both parts on the node that is left, or over both when the second is back. Digests of these cases must be equal among themselves.
 # The nodes are two network namespaces of this machine, joined by a pair of virtual interfaces (needs root), with one workspace folder.
 # Real parts on a CPU, minutes a case. Prints the digests of each run's adapters; they must be equal.
+#
+# With RATCHET_TEST_GPUS=1 each node has a GPU of this machine, and RATCHET_TEST_RUN the options of the run (default: --preset smoke). Digests then
+# differ: SGLang does not repeat its bits there. The case node-back is for GPUs: the node is killed in a rollout, the trainer's ranks
+# do not fit on the other one, the run must stop, and the same command goes on when the node is back.
 source "$(dirname "$0")/in_folder.sh"
 shift
+RAY=${RATCHET_TEST_RAY:-.venv/bin/ray} # words, as RATCHET_TEST_COMMAND
+read -ra RUN <<< "${RATCHET_TEST_RUN:---preset smoke}"
 CASES=("${@:-}")
 [ -n "${CASES[0]}" ] || CASES=(undisturbed rollout training rollout-cut training-cut)
 CUT_S=${RATCHET_TEST_CUT_S:-30}
@@ -25,7 +31,7 @@ export RAY_memory_monitor_refresh_ms=0
 export RAY_health_check_initial_delay_ms=1000 RAY_health_check_period_ms=1000 RAY_health_check_timeout_ms=1000 RAY_health_check_failure_threshold=5
 
 mkdir -p "$FOLDER"
-(umask 077 && .venv/bin/python -c "import secrets; print(secrets.token_hex(16), end='')" > "$RAY_AUTH_TOKEN_PATH")
+(umask 077 && head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n' > "$RAY_AUTH_TOKEN_PATH")
 SESSION=$(mktemp -d /tmp/ratchet-ray-XXXX)
 
 end_nodes() { # every process in our two namespaces, and nothing else
@@ -34,7 +40,7 @@ end_nodes() { # every process in our two namespaces, and nothing else
 clean() {
   end_nodes -TERM; sleep 3; end_nodes -KILL
   for name in $A $B; do ip netns del "$name" 2> /dev/null || true; done
-  rm -rf "$SESSION"
+  rm -rf "$SESSION" "$SESSION-locks"
 }
 trap clean EXIT
 
@@ -44,9 +50,17 @@ ip -n $A addr add "$ONE/${NET#*/}" dev $VA $AT_ONCE; ip -n $B addr add "$TWO/${N
 for name in $A $B; do ip -n $name link set lo up; done
 ip -n $A link set $VA up; ip -n $B link set $VB up
 
+on() { # NAMESPACE COMMAND ...: as a program of that node. Its GPU and the folder of its GPU lock are its own.
+  local own=()
+  if [ -n "${RATCHET_TEST_GPUS:-}" ]; then
+    own=(-u RATCHET_LOCK_FOLDER CUDA_VISIBLE_DEVICES=0)
+    [ "$1" = $A ] || own=(CUDA_VISIBLE_DEVICES=1 RATCHET_LOCK_FOLDER="$SESSION-locks")
+  fi
+  ip netns exec "$1" env "${own[@]}" "${@:2}"
+}
 ray_node() { # NAMESPACE LOG ARGUMENTS: start a node of the cluster, and wait for it
   for _ in 1 2 3 4 5; do # Ray gives up when its node is not there after 30 s, as on a busy machine
-    ip netns exec "$1" .venv/bin/ray start --block --object-store-memory=83886080 --num-cpus=2 "${@:3}" > "$2" 2>&1 &
+    on "$1" $RAY start --block --object-store-memory=83886080 --num-cpus=2 "${@:3}" > "$2" 2>&1 &
     while kill -0 $! 2> /dev/null; do
       if grep -qs "Ray runtime started" "$2"; then return; fi
       sleep 0.2
@@ -69,15 +83,16 @@ listening() { # addresses on which the engine's processes of a node listen, with
 }
 kill_node() { ip netns pids $B | xargs kill -KILL; }
 join_node() { ray_node $B "$FOLDER/$case-node.log" --address="$HEAD" --node-ip-address="$TWO"; }
+NO_ROOM="^error: replica 0 of the engine has no node"
 start_run() { # or go on with it
-  ip netns exec $A $RATCHET run --preset smoke --name far --num_steps $STEPS --evaluation.every 0 "${engine[@]}" \
+  on $A $RATCHET run "${RUN[@]}" --name far --num_steps $STEPS --evaluation.every 0 "${engine[@]}" \
     --trainer.num_processes 2 >> "$FOLDER/$case.log" 2>&1 &
   FLOW=$!
 }
-has_stopped() { # wait until a run that needs both nodes ends, and print what it says; the journal's first line is no sample
+has_stopped() { # LINE: wait until a run that needs both nodes ends, and print what it says; the journal's first line is no sample
   local since=$SECONDS
   wait $FLOW && { echo "the run did not stop" >&2; exit 1; }
-  grep -m 1 "^error: replica 0 of the engine has no node" "$FOLDER/$case.log"
+  grep -m 1 "$1" "$FOLDER/$case.log"
   echo "$case: stopped $((SECONDS - since)) s after the strike with $(($(wc -l < "$step/samples.journal") - 1)) samples"
 }
 programs_of_node() { # count engines and trainers on the second node
@@ -99,11 +114,13 @@ for case in "${CASES[@]}"; do
   rm -rf "$RATCHET_WORKSPACE" "$FOLDER/$case.log"
   mkdir -p "$RATCHET_WORKSPACE"
   cp -a "$MODELS" "$RATCHET_WORKSPACE/models"
+  [ ! -d "${MODELS%/*}/kernels" ] || ln -s "$(realpath "${MODELS%/*}/kernels")" "$RATCHET_WORKSPACE/kernels"
   ray_node $A "$FOLDER/$case-head.log" --head --node-ip-address="$ONE" --port=6379 --include-dashboard=false --temp-dir="$SESSION"
   join_node
   engine=(--engine.replicas 2)
   unset RATCHET_CLUSTER_ENGINE_NODES RATCHET_CLUSTER_TRUSTED_NETWORK
   case $case in
+    node-back) engine=() ;;
     one-node) engine=(--engine.tensor_parallel 2) ;;
     spread*)
       engine=(--engine.tensor_parallel 2)
@@ -117,14 +134,15 @@ for case in "${CASES[@]}"; do
     training) until_file_has 1 "$step/train/trainer.log"; kill_node ;;
     spread) until_file_has 2 "$step/samples.journal"; echo "$case: the engine listens on $(listening $A)and on $(listening $B)" ;;
     spread-part) until_file_has 2 "$step/samples.journal"; kill_part ;;
-    spread-node) until_file_has 2 "$step/samples.journal"; kill_node; has_stopped; unset RATCHET_CLUSTER_ENGINE_NODES; start_run ;;
-    spread-node-back) until_file_has 2 "$step/samples.journal"; kill_node; has_stopped; join_node; start_run ;;
+    spread-node) until_file_has 2 "$step/samples.journal"; kill_node; has_stopped "$NO_ROOM"; unset RATCHET_CLUSTER_ENGINE_NODES; start_run ;;
+    spread-node-back) until_file_has 2 "$step/samples.journal"; kill_node; has_stopped "$NO_ROOM"; join_node; start_run ;;
+    node-back) until_file_has 2 "$step/samples.journal"; kill_node; has_stopped "^error: .*trainer.num_processes 2 does not fit"; join_node; start_run ;;
     rollout-cut) until_file_has 2 "$step/samples.journal"; cut_node ;;
     training-cut) until_file_has 1 "$step/train/trainer.log"; cut_node ;;
   esac
   wait $FLOW || { tail -n 30 "$FOLDER/$case.log"; exit 1; }
   echo "$case: $((SECONDS - start)) s"
-  ip netns exec $A $RATCHET down
+  on $A $RATCHET down
   end_nodes -TERM; sleep 3; end_nodes -KILL
   rm -rf "${SESSION:?}"/*
 done

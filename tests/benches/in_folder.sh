@@ -5,4 +5,4 @@ FOLDER=$(realpath -m "$1")
 PORT=${RATCHET_TEST_FIRST_PORT:-45800}
 MODELS=${RATCHET_WORKSPACE:-.ratchet}/models
 export RATCHET_ENGINE_PORT=$((PORT + 10)) RATCHET_PREFECT_PORT=$((PORT + 20)) RATCHET_MLFLOW_PORT=$((PORT + 21))
-RATCHET=.venv/bin/ratchet
+RATCHET=${RATCHET_TEST_COMMAND:-.venv/bin/ratchet} # words
