@@ -50,11 +50,11 @@ ip -n $A addr add "$ONE/${NET#*/}" dev $VA $AT_ONCE; ip -n $B addr add "$TWO/${N
 for name in $A $B; do ip -n $name link set lo up; done
 ip -n $A link set $VA up; ip -n $B link set $VB up
 
-on() { # NAMESPACE COMMAND ...: as a program of that node. Its GPU and the folder of its GPU lock are its own.
+on() { # NAMESPACE COMMAND ...: as a program of that node. Its GPU, the folder of its GPU lock and its host for NCCL are its own.
   local own=()
   if [ -n "${RATCHET_TEST_GPUS:-}" ]; then
-    own=(-u RATCHET_LOCK_FOLDER CUDA_VISIBLE_DEVICES=0)
-    [ "$1" = $A ] || own=(CUDA_VISIBLE_DEVICES=1 RATCHET_LOCK_FOLDER="$SESSION-locks")
+    own=(-u RATCHET_LOCK_FOLDER CUDA_VISIBLE_DEVICES=0 NCCL_HOSTID=one)
+    [ "$1" = $A ] || own=(CUDA_VISIBLE_DEVICES=1 RATCHET_LOCK_FOLDER="$SESSION-locks" NCCL_HOSTID=two)
   fi
   ip netns exec "$1" env "${own[@]}" "${@:2}"
 }
