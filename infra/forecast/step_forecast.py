@@ -29,7 +29,7 @@ class StepForecast(BaseModel):
     """The layout in words."""
     engine_gpus: int = 1
     kv_token_bytes: float = 0.0
-    """Bytes of the KV cache for a token, on each of the engine's GPUs."""
+    """Bytes of the KV cache for a token of the engine, on each of its GPUs: replicas share the tokens."""
 
 
 class ForecastPart(NamedTuple):
@@ -94,7 +94,8 @@ def _measured(forecast: StepForecast, part: str, steps: Sequence[Mapping[str, fl
     if not sums:
         return None
     unit = {"kv_cache_gib": forecast.kv_token_bytes / GIB, "engine_gib": 1 / forecast.engine_gpus}
-    return median(sums) * unit.get(part, 1.0) or None
+    found = median(sums) * unit.get(part, 1.0)
+    return found if found > 0 else None  # a hand-over below 0: the next rollout began before the training had ended
 
 
 def metrics_of(forecast: StepForecast | None, step: int, figures: Mapping[str, float]) -> dict[str, float]:

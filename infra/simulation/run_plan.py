@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from infra.colocation import plans
+from infra.colocation import microbatch, plans
 from infra.colocation.trainer_memory import Model, weight_bytes
-from infra.config import RunConfig
+from infra.config import RunConfig, TrainerConfig
 from infra.config.sections.trainer import DEFAULT_MICROBATCH_TOKENS
 from infra.config.tools.overrides import changed, flattened
 from infra.forecast import remembered
@@ -218,6 +218,7 @@ def forecast_of(first: Planned, model: Model, config: RunConfig) -> StepForecast
     weights = weight_bytes(c.engine.dtype, model) / c.engine.tensor_parallel
     own = config.engine.memory_fraction * GPU_KINDS[c.kind].memory_bytes
     cache = own - weights - plans.lora_pool_bytes(c.engine, model)
+    trainer = _with_microbatch(c, model, config)
     s = c.scenario
     return StepForecast(
         parts={
@@ -228,10 +229,20 @@ def forecast_of(first: Planned, model: Model, config: RunConfig) -> StepForecast
             "engine_weights_gib": weights / GIB,
             "kv_cache_gib": cache / GIB,
             "engine_gib": c.engine_gib,
-            "trainer_peak_gib": peak_bytes(c.trainer, model, work_on(c.trainer, c.work)) / GIB,
+            "trainer_peak_gib": peak_bytes(trainer, model, work_on(trainer, c.work)) / GIB,
         },
         source=c.rates.source,
         sharing=sharing(first),
         engine_gpus=c.engine_gpus,
-        kv_token_bytes=plans.kv_cache_bytes(c.engine, model.architecture, 1),
+        kv_token_bytes=plans.kv_cache_bytes(c.engine, model.architecture, 1) / (c.engine.replicas or 1),
     )
+
+
+def _with_microbatch(c: Candidate, model: Model, config: RunConfig) -> TrainerConfig:
+    """The trainer with the micro-batch of its first step, where that is left to the machine: as large as the GPU has room for."""
+    if config.trainer.max_tokens_per_microbatch or c.trainer.max_tokens_per_microbatch != DEFAULT_MICROBATCH_TOKENS:
+        return c.trainer
+    machine = plans.Machine(True, GPU_KINDS[c.kind].memory_bytes, c.is_split, 0)
+    room = plans.left_to_trainer_bytes(c.engine, model, machine)
+    largest = microbatch.largest(c.trainer, model, room_bytes=room, longest=config.longest_sequence_tokens)
+    return c.trainer.but(max_tokens_per_microbatch=largest.tokens)

@@ -22,6 +22,7 @@ from infra.store.files import read_json, run_id, write_json
 from infra.store.layout import run_folder
 from tasks import draw_prompts
 from tasks.open_step import open_step
+from tasks.support import preflight
 from tasks.support.preflight import check, check_evaluation, check_run, open_run
 
 
@@ -405,6 +406,17 @@ def test_gpus_that_are_not_there_are_not_asked_for(
     settings.cache_clear()
     sections = {name: getattr(config, name).but(**fields) for name, fields in changes.items()}
     assert refusal_of(config.but(**sections)).startswith(message)
+
+
+def test_on_a_cluster_a_replica_may_need_more_gpus_than_this_machine_has(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "device", lambda: "cuda")
+    monkeypatch.setattr(nvml, "numbers", lambda: (0,))
+    monkeypatch.setattr(connection, "is_set", lambda: True)
+    over_two = config.but(engine=config.engine.but(tensor_parallel=2), trainer=config.trainer.but(num_processes=2))
+    preflight._check_gpus(over_two)  # where they fit is found when the nodes are known
+    monkeypatch.setattr(connection, "is_set", lambda: False)
+    with pytest.raises(ValueError, match=r"engine.tensor_parallel asks for 2 GPUs of this machine, there are 1"):
+        preflight._check_gpus(over_two)
 
 
 def test_sampling_ahead_where_engine_and_trainer_take_turns_is_refused(config: RunConfig) -> None:

@@ -41,7 +41,7 @@ class RunConfig(ConfigBase):
     batch: BatchConfig = BatchConfig()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    layout: Literal["auto", "by_hand"] = "by_hand"
+    layout: Literal["auto", "by_hand"] = "auto"
     """auto: on several GPUs, what is left at its default of engine.tensor_parallel, engine.replicas, engine.colocation and of the trainer's
     num_processes, tensor_parallel, sequence_parallel, expert_parallel, recompute and first_gpu is planned when the run begins, and stays. By
     hand: these fields as they are. The same on one GPU and on a CPU (docs/how-to/plan-a-machine.md)."""

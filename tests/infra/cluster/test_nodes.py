@@ -1,8 +1,10 @@
 """Nodes of a cluster with agents that are calls in this process; only their loss is played. Real: infra/engines/replicas/test_on_cluster.py."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -13,7 +15,7 @@ from infra.failures import EngineUnavailable, NodeLost, NoNodesForRanks, Trainer
 from infra.megatron.protocol.job import TrainJob
 from infra.processes import gpu_lock
 from infra.processes.children import ProcessRef
-from infra.settings import settings
+from infra.settings import CHECKOUT, settings
 from infra.trainers import cluster
 from infra.trainers.cluster import Agent
 
@@ -347,3 +349,13 @@ def test_a_rank_of_an_earlier_attempt_does_not_find_those_of_the_next(tmp_path: 
     assert attempts[0::2] == attempts[1::2], "the ranks of an attempt meet"
     endpoints, ids = zip(*attempts[0::2], strict=True)
     assert len(set(ids)) == 3 and len(set(endpoints)) > 1
+
+
+def test_an_agent_has_the_python_path_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer and engine may need it there, as they do on this machine."""
+    ray = MagicMock()
+    ray.get.return_value = ("node", "10.0.0.2")
+    for path, expected in (("/opt/mine", f"{CHECKOUT}{os.pathsep}/opt/mine"), ("", str(CHECKOUT))):
+        monkeypatch.setenv("PYTHONPATH", path)
+        connection._start_agent(ray, None, 0, 0, {})
+        assert ray.remote.return_value.options.call_args.kwargs["runtime_env"]["env_vars"]["PYTHONPATH"] == expected

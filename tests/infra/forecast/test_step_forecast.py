@@ -44,6 +44,11 @@ def test_a_part_that_was_not_measured_is_not_compared() -> None:
     assert set(found.values()) == {None}
 
 
+def test_no_hand_over_is_compared_where_the_next_rollout_begins_in_the_training() -> None:
+    beside = FIGURES | {"gpu_idle/to_training_s": 0.4, "gpu_idle/to_sampling_s": -4.0}
+    assert {each.part: each.measured for each in compared(FORECAST, [beside])}["hand_over_s"] is None
+
+
 def test_metrics_begin_with_the_second_step() -> None:
     assert metrics_of(FORECAST, 0, FIGURES) == {} == metrics_of(None, 5, FIGURES)
     found = metrics_of(FORECAST, 1, FIGURES)

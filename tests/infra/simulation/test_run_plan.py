@@ -9,6 +9,7 @@ from infra.config.tools.overrides import changed
 from infra.forecast import remembered
 from infra.forecast.remembered import MeasuredRates, layout_key
 from infra.forecast.shapes import GPU_KINDS, model_of
+from infra.forecast.step_forecast import compared
 from infra.settings import settings
 from infra.simulation.machine_plan import PlannedStep, plan_machine
 from infra.simulation.run_plan import FIELDS, Host, forecast_by_measured, forecast_on, kept, kind_of, plan_run, set_by_hand
@@ -134,8 +135,26 @@ def test_a_forecast_has_seconds_and_memory_of_each_part() -> None:
     assert parts["train_s"] == pytest.approx(16.5, rel=0.01) and parts["rollout_s"] == pytest.approx(14.3, rel=0.01)
     assert parts["engine_weights_gib"] == pytest.approx(14.19, abs=0.01)
     assert parts["kv_cache_gib"] == pytest.approx(0.8 * 143771 / 1024 - 14.19 - 0.15, abs=0.05)
-    assert 78 < parts["trainer_peak_gib"] < 88
+    assert found.kv_token_bytes == 2 * 28 * 4 * 128 * 2
     assert forecast_on(run_of(), Host(1, "H100", 256 * GIB), model_of("qwen3-30b-a3b")) is None
+
+
+def test_the_peak_is_that_of_the_micro_batches_that_the_run_will_take() -> None:
+    """Of a run on two H200s whose micro-batches were left to the machine: docs/results/scale.md."""
+    changes = ["data.num_prompts=32", "sampling.max_output_tokens=384", "engine.max_context_tokens=896"]
+    split = ["engine.colocation=separate_gpus", "trainer.first_gpu=1"]
+    own = forecast_on(run_of(*changes, *OFF_POLICY, *split), Host(2, "H200", 256 * GIB), SEVEN)
+    assert own is not None and own.parts["trainer_peak_gib"] == pytest.approx(124.9, rel=0.05)
+    by_hand = forecast_on(run_of("trainer.max_tokens_per_microbatch=8192"), ONE, SEVEN)
+    assert by_hand is not None and 30 < by_hand.parts["trainer_peak_gib"] < 45
+
+
+def test_a_kv_cache_is_that_of_each_gpu() -> None:
+    found = forecast_on(run_of("engine.replicas=2", "trainer.num_processes=2"), Host(2, "H200", 256 * GIB), SEVEN)
+    assert found is not None and found.engine_gpus == 2
+    both = 2 * found.parts["kv_cache_gib"] * GIB / (2 * 28 * 4 * 128 * 2)  # tokens that SGLang's servers tell, both together
+    compared_with = {each.part: each for each in compared(found, [{"memory/kv_cache_tokens": both}])}
+    assert compared_with["kv_cache_gib"].off == pytest.approx(0)
 
 
 def test_without_a_known_gpu_only_an_earlier_run_of_this_layout_gives_a_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
