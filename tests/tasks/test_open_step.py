@@ -408,7 +408,9 @@ def test_gpus_that_are_not_there_are_not_asked_for(
     assert refusal_of(config.but(**sections)).startswith(message)
 
 
-def test_on_a_cluster_a_replica_may_need_more_gpus_than_this_machine_has(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cluster_a_replica_may_need_more_gpus_than_this_machine_has(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(devices, "device", lambda: "cuda")
     monkeypatch.setattr(nvml, "numbers", lambda: (0,))
     monkeypatch.setattr(connection, "is_set", lambda: True)

@@ -273,3 +273,9 @@ def test_partial_rollouts_with_what_does_not_go_with_them_are_refused(changes: d
 def test_an_exam_has_no_spare_prompts_and_nothing_goes_on_in_it() -> None:
     eval_config = RunConfig.model_validate(PARTIAL).eval_config
     assert (eval_config.data.num_oversampled_prompts, eval_config.data.partial_rollouts) == (0, False)
+
+
+def test_the_number_of_replicas_may_be_left_to_the_machine() -> None:
+    assert EngineConfig.model_validate({"replicas": "auto"}).replicas is None
+    with pytest.raises(ValidationError, match="valid integer"):
+        EngineConfig.model_validate({"replicas": "some"})
