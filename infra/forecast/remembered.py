@@ -19,6 +19,7 @@ from infra.store.layout import Workspace
 
 log = logging.getLogger(__name__)
 
+MEASURED_HERE = "measured in run "
 FIRST_COUNTED = 1
 """Steps of a process before it do things for the first time: programs start, kernels are compiled."""
 
@@ -116,7 +117,7 @@ def rates_by(found: MeasuredRates, estimated: Rates | None = None) -> Rates:
         found.engine_tokens_per_s,
         max(alone, estimated.request_tokens_per_s if estimated else 0.0),
         found.trainer_rows_per_s,
-        f"measured in run {found.run}",
+        f"{MEASURED_HERE}{found.run}",
     )
 
 
@@ -124,4 +125,5 @@ def _key(config: RunConfig, model: Model) -> str:
     e, t = config.engine, config.trainer
     about = [model.architecture, model.weight_bytes, devices.processor(), e.kind, e.dtype, e.lora_mode, e.deterministic]
     about += [t.dtype, t.lora.rank, t.lora.target_modules, t.loss.kl.coefficient > 0, t.loss.correction.mode, t.num_minibatches]
+    about += [e.quantization, e.kv_cache_dtype, t.share_experts, t.routing_replay, config.environment.label]
     return hashlib.sha256(repr(about).encode()).hexdigest()[:32]

@@ -9,7 +9,7 @@ from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, Field
 
 from infra.colocation import plans
-from infra.colocation.trainer_memory import Model, num_lora_parameters, trainer_peak_bytes
+from infra.colocation.trainer_memory import Model, engine_weight_bytes, num_lora_parameters, trainer_peak_bytes
 from infra.config import EngineConfig, LoraConfig, TrainerConfig
 from infra.forecast.fit import Training, peak_bytes
 from infra.forecast.rates import Rates, rates_of
@@ -269,7 +269,7 @@ def _shared(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine:
 def _running(engine: EngineConfig, kind: str, model: Model, work: PlannedStep) -> int:
     """Samples that the KV cache of a replica has room for."""
     room = engine.memory_fraction * GPU_KINDS[kind].memory_bytes - plans.lora_pool_bytes(engine, model)
-    room -= model.weight_bytes / engine.tensor_parallel
+    room -= engine_weight_bytes(engine, model) / engine.tensor_parallel
     return int(room / plans.kv_cache_bytes(engine, model.architecture, work.sequence_tokens))
 
 
