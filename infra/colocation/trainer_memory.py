@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.config import EngineConfig, TrainerConfig
+from infra.config import TrainerConfig
 from infra.machine import devices
 from infra.models.architecture import Architecture, linear_shapes, read_architecture
 
@@ -27,13 +27,6 @@ def model_in(folder: Path) -> Model:
 def weight_bytes(dtype: str, model: Model) -> int:
     """The whole model's, in the dtype that it is held in; files are taken to be bfloat16."""
     return model.weight_bytes * (2 if devices.dtype_of(dtype) == "float32" else 1)
-
-
-def engine_weight_bytes(engine: EngineConfig, model: Model) -> float:
-    """The whole model's as the engine holds it: with engine.quantization 'fp8' its linear layers take a byte a weight."""
-    linear = sum(out * into for out, into in linear_shapes(model.architecture).values())
-    of_all, each = weight_bytes(engine.dtype, model), 4 if devices.dtype_of(engine.dtype) == "float32" else 2
-    return of_all if engine.quantization == "none" else of_all - (each - 1) * linear
 
 
 def trainer_weight_bytes(trainer: TrainerConfig, model: Model) -> int:

@@ -11,7 +11,7 @@ from statistics import median
 from pydantic import BaseModel, ConfigDict
 
 from infra.colocation.trainer_memory import Model
-from infra.config import EngineConfig, RunConfig, TrainerConfig
+from infra.config import CPU_RUNNING_REQUESTS, MOST_RUNNING_REQUESTS, EngineConfig, RunConfig, TrainerConfig
 from infra.forecast.rates import Rates
 from infra.machine import devices
 from infra.store.files import read_note, write_json
@@ -86,11 +86,12 @@ def medians(config: RunConfig, steps: Sequence[Mapping[str, float]]) -> Measured
     if not counted:
         return None
     replicas, t = config.engine.replicas or 1, config.trainer
+    most = CPU_RUNNING_REQUESTS if devices.device() == "cpu" else MOST_RUNNING_REQUESTS
     samples = median(each["rollout/output_tokens"] / each["rollout/mean_output_tokens"] for each in counted)
     return MeasuredRates(
         run=config.name,
         num_steps=len(counted),
-        running=min(samples / replicas, config.engine.max_running_requests),
+        running=min(samples / replicas, config.engine.max_running_requests or most),
         engine_tokens_per_s=median(each["rollout/tokens_per_s"] for each in counted) / replicas / config.engine.tensor_parallel,
         trainer_rows_per_s=median(_rows(config, each) / each["time/train_s"] for each in counted) / t.num_processes,
         mean_output_tokens=median(each["rollout/mean_output_tokens"] for each in counted),

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from infra.colocation import plans
-from infra.colocation.trainer_memory import Model, engine_weight_bytes
+from infra.colocation import engine_memory
+from infra.colocation.trainer_memory import Model
 from infra.config import RunConfig
 from infra.config.sections.trainer import DEFAULT_MICROBATCH_TOKENS
 from infra.config.tools.overrides import changed, flattened
@@ -228,9 +228,9 @@ def _without(config: RunConfig, rates: Rates) -> str:
 def forecast_of(first: Planned, model: Model, config: RunConfig) -> StepForecast:
     """Seconds and memory of a step by part. Memory is of each GPU; the KV cache is what the weights leave of the engine's share."""
     c = first.candidate
-    weights = engine_weight_bytes(c.engine, model) / c.engine.tensor_parallel
+    weights = engine_memory.engine_weight_bytes(c.engine, model) / c.engine.tensor_parallel
     own = config.engine.memory_fraction * GPU_KINDS[c.kind].memory_bytes
-    cache = own - weights - plans.lora_pool_bytes(c.engine, model)
+    cache = own - weights - engine_memory.lora_pool_bytes(c.engine, model)
     s = c.scenario
     return StepForecast(
         parts={
@@ -246,5 +246,5 @@ def forecast_of(first: Planned, model: Model, config: RunConfig) -> StepForecast
         source=c.rates.source + _without(config, c.rates),
         sharing=sharing(first),
         engine_gpus=c.engine_gpus,
-        kv_token_bytes=plans.kv_cache_bytes(c.engine, model.architecture, 1),
+        kv_token_bytes=engine_memory.kv_cache_bytes(c.engine, model.architecture, 1),
     )
