@@ -162,12 +162,12 @@ def resolve_colocation(config: RunConfig) -> Colocation:
 
 def _running_requests(config: RunConfig) -> int | None:
     """Samples that a replica has at a time: all of its share of a rollout, as far as its KV cache holds them at their longest."""
-    engine, data = config.engine, config.data
-    if engine.max_running_requests is not None or devices.device() == "cpu":
+    engine, data, machine = config.engine, config.data, this_machine()
+    if engine.max_running_requests is not None or devices.device() == "cpu" or not machine.is_gpu:
         return engine.max_running_requests
     samples = (data.num_prompts + data.num_oversampled_prompts) * config.sampling.group_size
-    model, gpu_bytes = model_in(base_model.locate(config.model)), this_machine().gpu_bytes
-    held = cached_sequences(engine, model, gpu_bytes, config.longest_sequence_tokens)
+    model = model_in(base_model.locate(config.model))
+    held = cached_sequences(engine, model, machine.gpu_bytes, config.longest_sequence_tokens)
     return max(1, min(math.ceil(samples / devices.num_replicas(engine)), held, MOST_RUNNING_REQUESTS))
 
 

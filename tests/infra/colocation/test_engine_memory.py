@@ -57,6 +57,10 @@ def test_samples_at_their_longest_fit_into_the_kv_cache(model_folder: Path, gpu:
     wider = running(model_folder, "data.num_prompts=64", "engine.kv_cache_dtype=fp8", "engine.quantization=fp8")
     assert wider is not None and wider > 4 * found
     assert running(model_folder, "engine.memory_fraction=0.1") == 1  # its start will say what it lacks
+    monkeypatch.setattr(
+        plans, "this_machine", lambda: Machine(False, 0, False, 256 * GIB)
+    )  # a GPU that the driver does not tell of
+    assert running(model_folder) is None
 
 
 def test_on_a_cpu_it_is_64_whatever_the_batch(model_folder: Path, workspace: Path) -> None:
