@@ -68,9 +68,7 @@ def calculator() -> RunConfig:
         num_steps=16,
         data=base.data.but(num_prompts=16),
         trainer=base.trainer.but(learning_rate=3e-3),
-        environment=EnvironmentConfig(
-            name="infra.environments.examples.calculator.Calculator", max_turns=4, max_observation_tokens=128
-        ),
+        environment=EnvironmentConfig(name="infra.environments.examples.calculator.Calculator", max_turns=4),
         evaluation=EvaluationConfig(every=16, num_prompts=64),
     )
 
@@ -81,7 +79,7 @@ def calculator_taskset() -> RunConfig:
     return base.but(
         name="calculator-taskset",
         data=base.data.but(source=f"verifiers:{taskset}"),
-        environment=EnvironmentConfig(kind="verifiers", id=str(taskset), max_turns=4, max_observation_tokens=128, workers=4),
+        environment=EnvironmentConfig(kind="verifiers", id=str(taskset), max_turns=4, workers=4),
     )
 
 

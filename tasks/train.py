@@ -113,8 +113,8 @@ def train_in_smaller_and_smaller_microbatches(
         try:
             made = trainer_of(config).train(job, folder)
         except TrainerOutOfMemory:
-            remember_out_of_memory(config, job)
             tree = sizes_of(batch)
+            remember_out_of_memory(config, job, num_tokens=tree.num_rows)
             smaller = smaller_microbatch(config, num_tokens=tree.num_rows, longest=max(tree.lengths))
             if smaller is None:
                 raise
@@ -125,9 +125,10 @@ def train_in_smaller_and_smaller_microbatches(
             return made
 
 
-def remember_out_of_memory(config: TrainerConfig, job: TrainJob) -> None:
+def remember_out_of_memory(config: TrainerConfig, job: TrainJob, *, num_tokens: int) -> None:
+    """num_tokens: Of the whole batch: no micro-batch of it had more, however many were allowed."""
     if job.device == "cuda":
-        microbatch.note_out_of_memory(config, model_in(job.model_path))
+        microbatch.note_out_of_memory(config, model_in(job.model_path), tokens=min(config.microbatch_tokens, num_tokens))
 
 
 def remember_peak(config: TrainerConfig, job: TrainJob, made: TrainResult) -> None:

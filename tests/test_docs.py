@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,3 +155,24 @@ def words_without_a_link(page: Path) -> Iterator[str]:
 @pytest.mark.parametrize("page", pages_of_the_readme(), ids=name_of)
 def test_the_first_use_of_a_word_of_ours_links_to_the_glossary(page: Path) -> None:
     assert list(words_without_a_link(page)) == []
+
+
+SPEED = CHECKOUT / "docs/results/speed.md"
+ASKED = ("step_7b_s", "step_0.5b_s", "train_7b_s", "handover_30b_a3b_s", "mfu_0.5b", "trl_ratio_0.5b", "trl_ratio_7b")
+"""Figures that others look up by their names."""
+
+
+def test_the_table_of_speed_has_the_figures_of_its_file() -> None:
+    figures = json.loads(SPEED.with_suffix(".json").read_bytes())
+    assert {*ASKED} <= {each["name"] for each in figures}
+    rows = [line.split("|")[1:4] for line in SPEED.read_text().split("| figure |")[1].partition("\n\n")[0].splitlines()[2:]]
+    for what, before, after in rows:
+        shown = [cell.strip(" *").removesuffix(" s") for cell in (before, after)]
+        known = [
+            [
+                f"{each.get(name, 0):.{len(text.partition('.')[2])}f}"
+                for text, name in zip(shown, ("before", "value"), strict=True)
+            ]
+            for each in figures
+        ]
+        assert shown in known, what

@@ -82,11 +82,11 @@ def note_peak(trainer: TrainerConfig, model: Model, *, peak_gib: float, num_rows
         _write(notes)
 
 
-def note_out_of_memory(trainer: TrainerConfig, model: Model) -> None:
-    """Remember that micro-batches of this size do not fit."""
+def note_out_of_memory(trainer: TrainerConfig, model: Model, *, tokens: int) -> None:
+    """Remember that a micro-batch of as many tokens did not fit."""
     notes, key = _remembered(), _key(trainer, model)
     before = notes.get(key, Measured())
-    smallest = min(trainer.microbatch_tokens, before.did_not_fit or trainer.microbatch_tokens)
+    smallest = min(tokens, before.did_not_fit or tokens)
     notes[key] = before.model_copy(update={"did_not_fit": smallest})
     _write(notes)
 

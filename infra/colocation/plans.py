@@ -10,8 +10,17 @@ from typing import Literal, NamedTuple
 import psutil
 
 from infra.colocation import host_memory, judge_section, microbatch
-from infra.colocation.trainer_memory import Model, held_bytes, model_in, num_lora_parameters, trainer_peak_bytes, weight_bytes
-from infra.config import ALL_LINEAR, ATTENTION, ColocationPlan, EngineConfig, LoraConfig, RunConfig, TrainerConfig
+from infra.colocation.engine_memory import cached_sequences, kv_cache_bytes, lora_pool_bytes
+from infra.colocation.trainer_memory import Model, held_bytes, model_in, trainer_peak_bytes, weight_bytes
+from infra.config import (
+    ATTENTION,
+    MOST_RUNNING_REQUESTS,
+    ColocationPlan,
+    EngineConfig,
+    LoraConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from infra.machine import devices, nvml
 from infra.machine.devices import Plan
 from infra.models import base_model
@@ -32,8 +41,6 @@ MARGIN_BYTES = GIB // 2
 SLEEPING_BYTES = TRAINER_RESIDUE_BYTES + MARGIN_BYTES
 TRAINING_SLACK_BYTES = 6 * GIB
 """Safety margin on the estimate of the trainer's peak."""
-NUM_LORA_SLOTS = 2
-"""Adapter slots of the engine on the GPU; no plan releases them."""
 DEADLINE_S: dict[ColocationPlan, float] = {"keep_weights": 20, "offload": 120, "reload": 20, "restart": 60, "separate_gpus": 0}
 """Seconds until NVML must report a plan's memory as free. offload copies at 3 GB/s as long as its copy on the host is not page-locked."""
 
@@ -145,12 +152,23 @@ def resolve_colocation(config: RunConfig) -> Colocation:
         ValueError: for a plan that cannot be carried out here.
     """
     chosen = plan(config)
-    engine = config.engine.but(colocation=chosen.colocation)
+    engine = config.engine.but(colocation=chosen.colocation, max_running_requests=_running_requests(config))
     trainer = config.trainer.but(mode=_mode(config, engine))
     trainer = _with_idle_weights(config, engine, trainer)
     size = _microbatch(config, engine, trainer)
     trainer = trainer.but(max_tokens_per_microbatch=size.tokens)
     return Colocation(engine, trainer, chosen._replace(microbatches=size.reason, judge=_turns_of_judge(config, engine, trainer)))
+
+
+def _running_requests(config: RunConfig) -> int | None:
+    """Samples that a replica has at a time: all of its share of a rollout, as far as its KV cache holds them at their longest."""
+    engine, data, machine = config.engine, config.data, this_machine()
+    if engine.max_running_requests is not None or devices.device() == "cpu" or not machine.is_gpu:
+        return engine.max_running_requests
+    samples = (data.num_prompts + data.num_oversampled_prompts) * config.sampling.group_size
+    model = model_in(base_model.locate(config.model))
+    held = cached_sequences(engine, model, machine.gpu_bytes, config.longest_sequence_tokens)
+    return max(1, min(math.ceil(samples / devices.num_replicas(engine)), held, MOST_RUNNING_REQUESTS))
 
 
 def _turns_of_judge(config: RunConfig, engine: EngineConfig, trainer: TrainerConfig) -> str:
@@ -306,16 +324,3 @@ def freed_bytes(colocation: ColocationPlan, engine: EngineConfig, model: Model, 
     weights = weight_bytes(engine.dtype, model) // engine.tensor_parallel
     weights //= 1 if engine.quantization == "none" else 2  # of 8-bit floats; what stays at 16 bits comes on top
     return cache if colocation == "keep_weights" else cache + weights
-
-
-def kv_cache_bytes(engine: EngineConfig, a: Architecture, num_tokens: int) -> int:
-    """Bytes of the keys and values of num_tokens tokens, on each GPU."""
-    a_value = 4 if devices.dtype_of(engine.dtype) == "float32" else 2
-    a_value = 1 if engine.kv_cache_dtype == "fp8" else a_value
-    heads = max(1, a.num_kv_heads // engine.tensor_parallel)
-    return 2 * a.num_layers * heads * a.head_dim * a_value * num_tokens
-
-
-def lora_pool_bytes(engine: EngineConfig, model: Model) -> int:
-    """Slots for adapters of the largest rank on all linear layers, on each GPU, as if nothing of them were split."""
-    return NUM_LORA_SLOTS * 2 * num_lora_parameters(engine.max_lora_rank, ALL_LINEAR, model.architecture)

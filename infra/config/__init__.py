@@ -4,6 +4,8 @@ from infra.config.sections.batch import BatchConfig as BatchConfig
 from infra.config.sections.batch import OverlongConfig as OverlongConfig
 from infra.config.sections.data import DataConfig as DataConfig
 from infra.config.sections.data import DataPart as DataPart
+from infra.config.sections.engine import CPU_RUNNING_REQUESTS as CPU_RUNNING_REQUESTS
+from infra.config.sections.engine import MOST_RUNNING_REQUESTS as MOST_RUNNING_REQUESTS
 from infra.config.sections.engine import ColocationChoice as ColocationChoice
 from infra.config.sections.engine import ColocationPlan as ColocationPlan
 from infra.config.sections.engine import EngineConfig as EngineConfig

@@ -12,8 +12,9 @@ if TYPE_CHECKING:  # RunConfig's own module imports the rules
 MOE_RUNNER = "moe_runner_backend"
 RUNNER = "triton"
 """The MoE runner that chooses experts where SGLang records the choice, and has their weights in the order of the model's files."""
+FROM_HOST = "its prefixes from the host come with routes of other requests"
 FOREIGN_ROUTES = {
-    "enable_hierarchical_cache": "its prefixes from the host come with routes of other requests",
+    **dict.fromkeys(("enable_hierarchical_cache", "enable_lmcache", "radix_cache_backend"), FROM_HOST),
     "moe_a2a_backend": "routes of its dispatchers were not tried",
     "speculative_algorithm": "tokens that are guessed have no routes of their own",
 }

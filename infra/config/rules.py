@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from infra.config.mixtures import experts_can_be_shared, routing_replay_is_possible
+from infra.config.players import environment_fields_have_an_effect, episodes_fit_a_microbatch, tasksets_play_their_own_tasks
 from infra.config.sections import evaluation
 from infra.config.sections.engine import SLOWEST_TOKENS_PER_S
-from infra.config.sections.environments.taskset import SOURCE
 
 if TYPE_CHECKING:  # RunConfig's own module imports this one
     from infra.config.sections.run import RunConfig
@@ -185,24 +185,6 @@ def turns_pay_no_kl(config: "RunConfig") -> None:
         )
 
 
-def tasksets_play_their_own_tasks(config: "RunConfig") -> None:
-    wanted = f"{SOURCE}{config.environment.id}"
-    if config.environment.id and config.data.source != wanted:
-        raise ValueError(
-            f"data.source {config.data.source!r} with environment.id {config.environment.id!r}: a taskset plays its own tasks, set data.source to "
-            f"{wanted!r}"
-        )
-
-
-def episodes_fit_a_microbatch(config: "RunConfig") -> None:
-    longest, most = config.engine.max_context_tokens, config.trainer.max_tokens_per_microbatch
-    if config.environment.label and most is not None and longest > most:
-        raise ValueError(
-            f"engine.max_context_tokens {longest} is the longest episode of environment {config.environment.label!r}, more than "
-            f"trainer.max_tokens_per_microbatch {most}"
-        )
-
-
 def exported_adapter_is_retained(config: "RunConfig") -> None:
     export, retention = config.export, config.retention
     exports_best = export.what != "nothing" and export.which == "best" and config.evaluation.every
@@ -346,5 +328,6 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     own_gpus_are_of_separate_gpus,
     routing_replay_is_possible,
     experts_can_be_shared,
+    environment_fields_have_an_effect,
 )
 """The first rule that a configuration breaks is the one whose error is raised."""

@@ -29,6 +29,7 @@ from infra.config import (
     RewardConfig,
     RewardFunction,
 )
+from infra.config.players import check_fields
 from infra.data.forms import tasksets
 from infra.data.prompts import Prompt
 from infra.engines.interface import Engine
@@ -37,7 +38,7 @@ from infra.environments.carried import NOTHING, CarriedEpisodes
 from infra.environments.episode_samples import UNKNOWN, EpisodeRequest
 from infra.environments.groups import Enough
 from infra.environments.journal import EpisodeJournal, FinishedEpisode, Key
-from infra.environments.parts import RESTART, STOP, STOPS, TOOL_ERRORS, TURN
+from infra.environments.parts import AGENT, HARNESS, RESTART, STOP, STOPS, TOOL_ERRORS, TURN
 from infra.environments.runner import PlayedEpisode
 from infra.environments.verifiers_tasks.episode_parts import NOT_IN_NAMES
 from infra.gateway.http.server import Gateway, OpenSession
@@ -94,7 +95,9 @@ def check(config: EnvironmentConfig, source: str) -> bool:
     if found[0].reward is None:
         named, said = f"environment {config.label!r}", found[0].message.removeprefix("raised ValueError: ")
         raise ValueError(said if said.startswith(f"{named} ") else f"{named}: {said}")
-    return RESTART in (found[0].parts or {})
+    parts = found[0].parts or {}
+    check_fields(config, ["agent" if AGENT in parts else "class"] if config.name else ["harness"] if HARNESS in parts else [])
+    return RESTART in parts
 
 
 def _checked(config: EnvironmentConfig) -> PlayedEpisode:

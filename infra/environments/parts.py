@@ -10,6 +10,8 @@ STOP = "stop reason"
 """Position of the stop reason in STOPS."""
 RESTART = "restart"
 """The environment declares restore = "restart"."""
+AGENT, HARNESS = "agent", "harness"
+"""Of a check, who plays: an agent in Python; a harness of the taskset's own."""
 TOOL_ERRORS = "tool_errors/"
 """Before the name of a tool: how many of its results are errors."""
 STOPS: tuple[StopReason, ...] = get_args(StopReason)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from infra.environments.limits import limited
 from infra.environments.mcp.servers import McpServers
-from infra.environments.parts import RESTART, STOP, STOPS, TURN
+from infra.environments.parts import AGENT, RESTART, STOP, STOPS, TURN
 from infra.environments.program import check_command, run_program
 from infra.environments.saving import packed, unpacked
 from infra.environments.tools import JOURNAL, CallJournal, ToolLimits
@@ -114,7 +114,8 @@ def play(*, row: dict[str, Any]) -> dict[str, float]:
         if episode.command:
             check_command(episode.command)
         servers.check()
-        return LOADED | ({RESTART: 1.0} if getattr(found, "restore", "replay") == "restart" else {})
+        restarts, is_agent = getattr(found, "restore", "replay") == "restart", inspect.iscoroutinefunction(found)
+        return LOADED | ({RESTART: 1.0} if restarts else {}) | ({AGENT: 1.0} if is_agent else {})
     task = Task(episode.task)
     episode = episode._replace(task=task)
     client = ModelClient(episode.base_url, episode.api_key, episode.model, episode.episode_timeout_s)

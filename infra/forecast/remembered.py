@@ -11,7 +11,7 @@ from statistics import median
 from pydantic import BaseModel, ConfigDict
 
 from infra.colocation.trainer_memory import Model
-from infra.config import EngineConfig, RunConfig, TrainerConfig
+from infra.config import CPU_RUNNING_REQUESTS, MOST_RUNNING_REQUESTS, EngineConfig, RunConfig, TrainerConfig
 from infra.forecast.rates import Rates
 from infra.machine import devices
 from infra.store.files import read_note, write_json
@@ -19,6 +19,7 @@ from infra.store.layout import Workspace
 
 log = logging.getLogger(__name__)
 
+MEASURED_HERE = "measured in run "
 FIRST_COUNTED = 1
 """Steps of a process before it do things for the first time: programs start, kernels are compiled."""
 
@@ -85,11 +86,12 @@ def medians(config: RunConfig, steps: Sequence[Mapping[str, float]]) -> Measured
     if not counted:
         return None
     replicas, t = config.engine.replicas or 1, config.trainer
+    most = CPU_RUNNING_REQUESTS if devices.device() == "cpu" else MOST_RUNNING_REQUESTS
     samples = median(each["rollout/output_tokens"] / each["rollout/mean_output_tokens"] for each in counted)
     return MeasuredRates(
         run=config.name,
         num_steps=len(counted),
-        running=min(samples / replicas, config.engine.max_running_requests),
+        running=min(samples / replicas, config.engine.max_running_requests or most),
         engine_tokens_per_s=median(each["rollout/tokens_per_s"] for each in counted) / replicas / config.engine.tensor_parallel,
         trainer_rows_per_s=median(_rows(config, each) / each["time/train_s"] for each in counted) / t.num_processes,
         mean_output_tokens=median(each["rollout/mean_output_tokens"] for each in counted),
@@ -116,7 +118,7 @@ def rates_by(found: MeasuredRates, estimated: Rates | None = None) -> Rates:
         found.engine_tokens_per_s,
         max(alone, estimated.request_tokens_per_s if estimated else 0.0),
         found.trainer_rows_per_s,
-        f"measured in run {found.run}",
+        f"{MEASURED_HERE}{found.run}",
     )
 
 
@@ -124,4 +126,5 @@ def _key(config: RunConfig, model: Model) -> str:
     e, t = config.engine, config.trainer
     about = [model.architecture, model.weight_bytes, devices.processor(), e.kind, e.dtype, e.lora_mode, e.deterministic]
     about += [t.dtype, t.lora.rank, t.lora.target_modules, t.loss.kl.coefficient > 0, t.loss.correction.mode, t.num_minibatches]
+    about += [e.quantization, e.kv_cache_dtype, t.share_experts, t.routing_replay, config.environment.label]
     return hashlib.sha256(repr(about).encode()).hexdigest()[:32]

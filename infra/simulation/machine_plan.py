@@ -8,9 +8,9 @@ from typing import Annotated, NamedTuple, Self
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, Field
 
-from infra.colocation import plans
+from infra.colocation import engine_memory, plans
 from infra.colocation.trainer_memory import Model, num_lora_parameters, trainer_peak_bytes
-from infra.config import EngineConfig, LoraConfig, TrainerConfig
+from infra.config import MOST_RUNNING_REQUESTS, EngineConfig, LoraConfig, TrainerConfig
 from infra.forecast.fit import Training, peak_bytes
 from infra.forecast.rates import Rates, rates_of
 from infra.forecast.remembered import layout_key
@@ -26,7 +26,6 @@ PARALLEL_EFFICIENCY = 0.85
 RECOMPUTE_SPEED = 10408 / 15064
 """7B on one H200, micro-batches of 8,192 tokens: tokens/s with full recomputation over those without."""
 MICROBATCHES = (16384, 8192, 4096)
-MOST_RUNNING = 512
 TO_TRAINING_S = 0.4
 """Seconds from the last sampled token to the first training kernel."""
 TO_SAMPLING_S = {"keep_weights": 0.79, "reload": 3.0, "offload": 6.0, "restart": 47.0, "separate_gpus": 0.79}
@@ -78,7 +77,7 @@ class Given(NamedTuple):
     def of(cls, work: PlannedStep) -> Self:
         """Nothing is decided but the step."""
         sizes = {"max_lora_rank": work.rank, "max_context_tokens": max(16, work.sequence_tokens)}
-        engine = EngineConfig(dtype="bfloat16", max_running_requests=MOST_RUNNING).but(**sizes)
+        engine = EngineConfig(dtype="bfloat16").but(**sizes)
         return cls(engine, TrainerConfig(dtype="bfloat16", lora=LoraConfig(rank=work.rank)))
 
     def allows(self, engine: EngineConfig, trainer: TrainerConfig) -> bool:
@@ -267,10 +266,9 @@ def _shared(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine:
 
 
 def _running(engine: EngineConfig, kind: str, model: Model, work: PlannedStep) -> int:
-    """Samples that the KV cache of a replica has room for."""
-    room = engine.memory_fraction * GPU_KINDS[kind].memory_bytes - plans.lora_pool_bytes(engine, model)
-    room -= model.weight_bytes / engine.tensor_parallel
-    return int(room / plans.kv_cache_bytes(engine, model.architecture, work.sequence_tokens))
+    """Samples that a replica may have at a time, and its KV cache has room for."""
+    held = engine_memory.cached_sequences(engine, model, GPU_KINDS[kind].memory_bytes, work.sequence_tokens)
+    return min(engine.max_running_requests or MOST_RUNNING_REQUESTS, held)
 
 
 def _candidate(
@@ -285,7 +283,7 @@ def _candidate(
 ) -> Candidate:
     engine_gpus, trainer_gpus, is_split = gpus
     total = GPU_KINDS[kind].memory_bytes
-    running = min(engine.max_running_requests, _running(engine, kind, model, work), work.num_prompts * work.group_size)
+    running = min(_running(engine, kind, model, work), work.num_prompts * work.group_size)
     engine = engine.but(max_running_requests=running)
     kept = 0 if is_split else plans.residue_bytes(engine.colocation, engine, model)  # type: ignore[arg-type]
     own = given.measured.get(layout_key(engine, trainer))

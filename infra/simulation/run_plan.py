@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from infra.colocation import microbatch, plans
-from infra.colocation.trainer_memory import Model, weight_bytes
+from infra.colocation import engine_memory, microbatch, plans
+from infra.colocation.trainer_memory import Model
 from infra.config import RunConfig, TrainerConfig
 from infra.config.sections.trainer import DEFAULT_MICROBATCH_TOKENS
 from infra.config.tools.overrides import changed, flattened
 from infra.forecast import remembered
 from infra.forecast.fit import FORWARD, peak_bytes
 from infra.forecast.rates import Rates, rates_of
-from infra.forecast.remembered import MeasuredRates, layout_key
+from infra.forecast.remembered import MEASURED_HERE, MeasuredRates, layout_key
 from infra.forecast.shapes import GPU_KINDS
 from infra.forecast.step_forecast import StepForecast, by_measured
 from infra.simulation.machine_plan import GIB, Candidate, Given, MachinePlan, Planned, PlannedStep, best_of, candidates, work_on
@@ -124,7 +124,7 @@ def forecast_by_measured(config: RunConfig, model: Model) -> StepForecast | None
         return None
     work = work_of(config, None)
     sizes = {"num_prompts": work.num_prompts, "group_size": work.group_size, "prompt_tokens": work.prompt_tokens}
-    return StepForecast(parts=by_measured(found, **sizes), source=f"measured in run {found.run}", sharing=key)
+    return StepForecast(parts=by_measured(found, **sizes), source=f"{MEASURED_HERE}{found.run}", sharing=key)
 
 
 def planned(config: RunConfig, host: Host, model: Model, values: Mapping[str, object]) -> MachinePlan:
@@ -212,12 +212,25 @@ def _why_none(config: RunConfig, host: Host, model: Model, by_hand: Values) -> s
     )
 
 
+def _without(config: RunConfig, rates: Rates) -> str:
+    """What changes a run's rates and is not in these. Those that this machine measured are of a run that has the same."""
+    e, t = config.engine, config.trainer
+    changes = {
+        f"engine.quantization {e.quantization!r}": e.quantization != "none",
+        f"engine.kv_cache_dtype {e.kv_cache_dtype!r}": e.kv_cache_dtype != "auto",
+        "trainer.routing_replay": t.routing_replay,
+        f"the turns of environment {config.environment.label!r}": bool(config.environment.label),
+    }
+    named = [name for name, is_there in changes.items() if is_there]
+    return f"; without {' and '.join(named)}" if named and not rates.source.startswith(MEASURED_HERE) else ""
+
+
 def forecast_of(first: Planned, model: Model, config: RunConfig) -> StepForecast:
     """Seconds and memory of a step by part. Memory is of each GPU; the KV cache is what the weights leave of the engine's share."""
     c = first.candidate
-    weights = weight_bytes(c.engine.dtype, model) / c.engine.tensor_parallel
+    weights = engine_memory.engine_weight_bytes(c.engine, model) / c.engine.tensor_parallel
     own = config.engine.memory_fraction * GPU_KINDS[c.kind].memory_bytes
-    cache = own - weights - plans.lora_pool_bytes(c.engine, model)
+    cache = own - weights - engine_memory.lora_pool_bytes(c.engine, model)
     trainer = _with_microbatch(c, model, config)
     s = c.scenario
     return StepForecast(
@@ -231,10 +244,10 @@ def forecast_of(first: Planned, model: Model, config: RunConfig) -> StepForecast
             "engine_gib": c.engine_gib,
             "trainer_peak_gib": peak_bytes(trainer, model, work_on(trainer, c.work)) / GIB,
         },
-        source=c.rates.source,
+        source=c.rates.source + _without(config, c.rates),
         sharing=sharing(first),
         engine_gpus=c.engine_gpus,
-        kv_token_bytes=plans.kv_cache_bytes(c.engine, model.architecture, 1) / (c.engine.replicas or 1),
+        kv_token_bytes=engine_memory.kv_cache_bytes(c.engine, model.architecture, 1) / (c.engine.replicas or 1),
     )
 
 

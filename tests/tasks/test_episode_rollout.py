@@ -1,5 +1,6 @@
 """Rollouts of episodes: a user's environment in worker processes, the real gateway, a scripted engine."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,48 @@ def agent(tmp_path: Path, prompts: PromptBatch, adapter: AdapterVersion) -> Call
         return read_samples(path_of(roll_out.fn(ENGINE, SAMPLING, prompts, adapter, None, config).file))
 
     return made
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        (
+            {"turn_timeout_s": 5},
+            r"environment\.turn_timeout_s 5 has no effect with '[^']*agent\.py:run': an agent has no calls of reset",
+        ),
+        (
+            {"max_observation_tokens": 64},
+            r"environment\.max_observation_tokens 64 has no effect .* an agent writes its own messages",
+        ),
+    ],
+)
+def test_a_limit_that_an_agent_does_not_have_is_refused_before_its_first_turn(
+    limits: dict[str, float], said: str, agent: Callable[..., list[Sample]]
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        agent("run", "raise RuntimeError('begun')", **limits)
+
+
+PARALLEL = """
+import asyncio
+from infra.environments.runner import LimitReached
+
+async def run(task, client):
+    asked = [client.chat([{"role": "user", "content": f"<say>{number}</say>"}]) for number in range(6)]
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    return float(sum(isinstance(each, LimitReached) for each in found))
+"""
+
+
+def test_an_agent_that_asks_in_parallel_gets_no_more_than_its_turns(
+    tmp_path: Path, prompts: PromptBatch, adapter: AdapterVersion
+) -> None:
+    (tmp_path / "parallel.py").write_text(PARALLEL)
+    config = PlayedEnvironment(name=f"{tmp_path}/parallel.py:run", workers=2, max_turns=4, max_failed_frac=0.0)
+    samples = read_samples(path_of(roll_out.fn(ENGINE, SAMPLING, prompts, adapter, None, config).file))
+    by_episode = Counter((each.prompt_id, each.sample_index) for each in samples)
+    assert set(by_episode.values()) == {4}  # each of the conversations is a trajectory
+    assert {each.reward for each in samples} == {2.0}
 
 
 def test_an_agent_gets_no_more_than_its_turns_and_may_still_return_a_reward(agent: Callable[..., list[Sample]]) -> None:

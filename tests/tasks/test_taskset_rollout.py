@@ -56,6 +56,16 @@ class None_(vf.Taskset[Task, vf.TasksetConfig]):
     def load(self):
         return []
 """
+OWN_HARNESS = """
+import verifiers.v1 as vf
+__all__ = ["None_", "Own"]
+class Own(vf.Harness[vf.HarnessConfig]):
+    async def launch(self, *arguments, **named):
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+class None_(vf.Taskset[vf.Task, vf.TasksetConfig]):
+    def load(self):
+        return []
+"""
 Play = Callable[..., list[Sample]]
 
 
@@ -154,4 +164,17 @@ def test_a_taskset_that_cannot_be_used_is_refused_in_one_line(workspace: Path, t
         episodes.check(config, "digest")
     with pytest.raises(ValueError, match=re.escape(said)):
         tasksets.table_of(config.id)
+    client.close_all()
+
+
+@pytest.mark.parametrize("field", [{"turn_timeout_s": 5}, {"max_observation_tokens": 64}, {"repeats_tools": False}])
+def test_a_limit_that_a_tasksets_own_harness_does_not_have_is_refused(
+    workspace: Path, tmp_path: Path, field: dict[str, object]
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN_HARNESS)
+    config = PlayedEnvironment.model_validate({"id": str(tmp_path / "mine.py"), "workers": 1, "max_failed_frac": 0.0})
+    episodes.check(config, "digest")
+    with pytest.raises(ValueError, match=rf"environment\.{next(iter(field))} .* has no effect .* a harness of its own"):
+        episodes.check(config.but(**field), "digest")
+    episodes.check(PlayedEnvironment.model_validate({**dict(config), "id": str(TASKSETS / "ratchet_sums")} | field), "digest")
     client.close_all()

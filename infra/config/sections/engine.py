@@ -15,6 +15,9 @@ MAX_REPLICAS = 64
 ColocationPlan = Literal["keep_weights", "offload", "reload", "restart", "separate_gpus"]
 ColocationChoice = Literal["auto", ColocationPlan]
 """One list, not a union: Prefect's form shows a union of two kinds of text as two fields, of which it can change neither."""
+CPU_RUNNING_REQUESTS = 64
+MOST_RUNNING_REQUESTS = 512
+"""Most samples that an engine on a GPU was measured with at a time, and gets by itself (docs/results/speed.md)."""
 
 
 class EngineConfig(ConfigBase):
@@ -26,8 +29,9 @@ class EngineConfig(ConfigBase):
     """auto: float32 on a CPU, bfloat16 on a GPU."""
     max_context_tokens: int = Field(default=512, ge=16)
     """Prompt and output together."""
-    max_running_requests: int = Field(default=64, ge=1)
-    """Samples that the engine generates at a time; others wait for a place."""
+    max_running_requests: int | None = Field(default=None, ge=1)
+    """Samples that a replica generates at a time; others wait for a place. None: on a GPU as many as its share of a rollout has, as far as the KV
+    cache holds them at their longest, 512 at most; 64 on a CPU."""
     quantization: Literal["none", "fp8"] = "none"
     """fp8: the engine casts the base model's linear layers to 8-bit floats when it starts; adapters and the trainer stay as they are. It samples
     from another model than the one that is trained then, so a run's correction is `tis` where it would be `none`. SGLang only, on GPUs with
@@ -77,6 +81,11 @@ class EngineConfig(ConfigBase):
     extra_flags: tuple[str, ...] = ()
     """Given to the engine's command line last, such as `("--schedule-policy", "lpm")`; recorded with the run. Flags that a field or the
     colocation plan sets are refused (infra/config/tools/engine_flags.py)."""
+
+    @property
+    def running_requests(self) -> int:
+        """max_running_requests with its value on a CPU; on a GPU the colocation plan has set it."""
+        return self.max_running_requests or CPU_RUNNING_REQUESTS
 
     @property
     def is_fp8(self) -> bool:

@@ -41,7 +41,8 @@ HOW_EPISODES_RUN = {"workers", "memory_mib", "environment", "max_failed_frac"}
 
 
 class EnvironmentConfig(ConfigBase):
-    """Episodes of several turns with an environment or an agent of yours."""
+    """Episodes of several turns with an environment or an agent of yours. A field that has no effect with who plays is refused away from its default
+    (docs/how-to/multi-turn.md#limits)."""
 
     kind: Literal["python", "program", "verifiers"] | None = None
     """What plays an episode: python (environment.name), program (environment.command) or verifiers (environment.id). None: by which is given."""
@@ -61,20 +62,22 @@ class EnvironmentConfig(ConfigBase):
     """MCP servers whose tools it may call, each a command such as "python3 server.py", or an address such as "https://host/mcp $MY_TOKEN" with the
     name of the variable that has its token. A program is started for each episode that calls it, and gets the variables that `environment` names."""
     max_turns: int = Field(default=4, ge=1, le=64)
-    """Turns of an episode; a longer one ends here, with the rewards that it has. Range 1 to 64."""
+    """Turns of an episode; a longer one ends here, with the rewards that it has. A turn counts when it begins. Range 1 to 64."""
     turn_timeout_s: float = Field(default=30.0, gt=0)
-    """Longest time of one call of reset or step, in seconds; an episode that takes longer has failed. No call gets more than episode_timeout_s."""
+    """Longest time of one call of reset or step, in seconds; an episode that takes longer has failed. No call gets more than episode_timeout_s. Of a
+    taskset: of one call of a tool, whose result is an error then. Not for agents and programs."""
     episode_timeout_s: float = Field(default=600.0, gt=0)
     """Longest time of an episode, the model's answers included, in seconds; it ends with the rewards that it has when the turn under way is done.
     An agent has failed then."""
     max_observation_tokens: int = Field(default=512, ge=2)
-    """Tokens of an observation after the first; from the middle of a longer one the rest is left out."""
+    """Tokens of an observation after the first; from the middle of a longer one the rest is left out. Of a taskset: of a tool's result. Not for
+    agents and programs, whose messages are their own."""
     tool_timeout_s: float = Field(default=20.0, gt=0)
     """Longest time of a tool's call, in seconds; the result of a longer one is an error. A call in step also ends with turn_timeout_s, and
-    the episode has failed then."""
+    the episode has failed then. For environments and agents in Python."""
     max_result_characters: int = Field(default=16384, ge=2, le=1048576)
-    """Length of a tool's result, in characters. The middle of a longer text is left out; any other longer result is an error. Range 2 to
-    1048576."""
+    """Length of a tool's result, in characters. The middle of a longer text is left out; any other longer result is an error. For
+    environments and agents in Python. Range 2 to 1048576."""
     keep_reasoning: bool = True
     """Whether what the model reasoned in earlier turns stays in the context, token for token. false: each turn's context is what the chat template
     makes of the messages, and each turn is a trajectory of its own; for templates that drop earlier reasoning, such as Qwen3's."""

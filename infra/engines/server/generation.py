@@ -61,7 +61,7 @@ class GenerationClient:
         self.load = load
         self.has_cache_keys = config.deterministic
         self.records_routes = config.record_routes and sampling.is_for_training
-        self.slots = asyncio.Semaphore(self.load.concurrency if self.load else 2 * config.max_running_requests)
+        self.slots = asyncio.Semaphore(self.load.concurrency if self.load else 2 * config.running_requests)
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.cached_by_prompt: dict[int, set[int]] = defaultdict(set)
         """By prompt: the numbers of prompt tokens that its samples found in the prefix cache."""

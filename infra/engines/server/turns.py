@@ -22,7 +22,7 @@ class TurnClient:
     def __init__(self, sender: Sender, client: aiohttp.ClientSession, config: EngineConfig, adapter: AdapterVersion) -> None:
         self.sender, self.client, self.adapter = sender, client, adapter
         self.is_deterministic = config.deterministic
-        self.slots = asyncio.Semaphore(2 * config.max_running_requests)
+        self.slots = asyncio.Semaphore(2 * config.running_requests)
         self.num_prompt_tokens = self.num_cached_tokens = 0
 
     async def sample(self, request: TurnRequest) -> Sample:

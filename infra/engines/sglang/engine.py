@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from infra.colocation import plans
+from infra.colocation import engine_memory
 from infra.config import ColocationPlan, EngineConfig
 from infra.config.tools import engine_flags
 from infra.engines.scoring import ScoreRequest, Scores
@@ -114,12 +114,12 @@ class SGLangEngine(ServerEngine):
             *("--skip-tokenizer-init", *self.place.address_of_all),
             *("--dtype", self.dtype, "--enable-metrics", "--log-level-http", "warning"),
             *("--context-length", str(self.context_tokens)),
-            *("--max-running-requests", str(config.max_running_requests), "--tp-size", str(config.tensor_parallel)),
+            *("--max-running-requests", str(config.running_requests), "--tp-size", str(config.tensor_parallel)),
         ]
         if not self.is_merged:
             flags += ["--enable-lora", "--max-lora-rank", str(config.max_lora_rank)]
             flags += ["--lora-target-modules", *self.target_modules]
-            flags += ["--max-loras-per-batch", str(plans.NUM_LORA_SLOTS), "--max-loaded-loras", "4"]
+            flags += ["--max-loras-per-batch", str(engine_memory.NUM_LORA_SLOTS), "--max-loaded-loras", "4"]
             flags += ["--lora-strict-loading"]  # else a tensor of another name is left out, with a warning in the log
         flags += ["--quantization", "fp8"] if config.quantization == "fp8" else []
         flags += ["--kv-cache-dtype", "fp8_e4m3"] if config.kv_cache_dtype == "fp8" else []
@@ -130,7 +130,7 @@ class SGLangEngine(ServerEngine):
         else:
             flags += ["--mem-fraction-static", str(config.memory_fraction)]
             if not engine_flags.names_one_of("sglang", config.extra_flags, GRAPH_SIZES):
-                flags += ["--cuda-graph-bs-decode", *map(str, graph_sizes(config.max_running_requests))]
+                flags += ["--cuda-graph-bs-decode", *map(str, graph_sizes(config.running_requests))]
             flags += [] if self.is_merged else ["--lora-backend", LORA_BACKEND]
             flags += ["--enable-memory-saver"] if self.plan.colocation in RELEASED_TAGS else []
             # Without a backup, released weights are garbage after the wake, although success is reported.

@@ -46,12 +46,14 @@ def routes_of(about: Mapping[str, Any], num_tokens: int, shape: RouteShape) -> b
             about,
         )
     routes = found.reshape(-1, shape.num_layers, shape.per_token)
+    records_none = "its MoE runner does not record routes, take --moe-runner-backend triton"
     if shape.per_token > 1 and (same := np.argwhere(routes[..., 0] == routes[..., 1])).size:
         raise _wrong(
-            f"the engine's {KEY} send token {same[0][0]} twice to expert {routes[*same[0], 0]} in layer {same[0][1]}: its MoE runner does not "
-            "record routes, take --moe-runner-backend triton",
+            f"the engine's {KEY} send token {same[0][0]} twice to expert {routes[*same[0], 0]} in layer {same[0][1]}: {records_none}",
             about,
         )
+    if shape.per_token == 1 and found.size and not found.any():
+        raise _wrong(f"the engine's {KEY} send all tokens to expert 0 in each layer: {records_none}", about)
     return serialized(routes.astype(shape.dtype))
 
 

@@ -84,7 +84,7 @@ class VLLMEngine(ServerEngine):
         arguments = [
             *("--served-model-name", BASE_MODEL, *self.place.address_of_all),
             *("--dtype", self.dtype, "--seed", "0", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
-            *("--max-model-len", str(self.context_tokens), "--max-num-seqs", str(config.max_running_requests)),
+            *("--max-model-len", str(self.context_tokens), "--max-num-seqs", str(config.running_requests)),
             *("--tensor-parallel-size", str(config.tensor_parallel), "--gpu-memory-utilization", str(config.memory_fraction)),
             *("--enable-lora", "--max-lora-rank", str(lora_rank_that_fits(config.max_lora_rank))),
             *("--max-loras", "2", "--max-cpu-loras", "4", "--enable-prefix-caching", "--enable-prompt-tokens-details"),

@@ -89,7 +89,7 @@ async def ask(engine: Engine, request: InspectRequest, journal: TurnJournal) -> 
             epochs=sampling.group_size,
             temperature=sampling.temperature,
             max_tokens=sampling.max_output_tokens,
-            max_connections=request.engine.max_running_requests,
+            max_connections=request.engine.running_requests,
             log_dir=str(request.folder),
             result=str(request.folder / "scored.json"),
         )

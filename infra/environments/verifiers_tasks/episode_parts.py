@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-STOP, DONE, MAX_TURNS, RESTART = "stop reason", 0.0, 1.0, "restart"
+STOP, DONE, MAX_TURNS, RESTART, HARNESS = "stop reason", 0.0, 1.0, "restart", "harness"
 """As infra/environments/parts.py has them, whose imports are not installed here."""
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.:-]")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from infra.environments.tools import CallJournal
 from infra.environments.verifiers_tasks import harness, tasksets
-from infra.environments.verifiers_tasks.episode_parts import RESTART, parts_of
+from infra.environments.verifiers_tasks.episode_parts import HARNESS, RESTART, parts_of
 from infra.environments.verifiers_tasks.limits import LIMITS, Limits
 
 KEY = "RATCHET_SESSION_API_KEY"
@@ -30,7 +30,8 @@ def play(*, row: Row) -> dict[str, float]:
     """
     environment = tasksets.load(row["taskset"], row["max_turns"])
     if row["task"] is None:
-        return {"reward": 0.0} | ({} if row["repeats_tools"] else {RESTART: 1.0})
+        has_harness = tasksets.has_harness(row["taskset"])
+        return {"reward": 0.0} | ({} if row["repeats_tools"] else {RESTART: 1.0}) | ({HARNESS: 1.0} if has_harness else {})
     if not isinstance(data := row["task"].get("task"), dict):
         raise ValueError(f"the row has no column 'task': take data.source 'verifiers:{row['taskset']}'")
     journal = CallJournal(row["base_url"], row["api_key"])

@@ -49,7 +49,7 @@ def load(taskset: str, max_turns: int) -> Any:  # Any: verifiers has no types he
     name = module_of(taskset)
     try:
         kind = loaders.taskset_class(name)
-        has_harness = loaders.default_harness_id(name) == name
+        is_its_own = has_harness(taskset)
         seats = agent_config_fields(loaders.env_config_type(name)(taskset={"id": name}))
     except Exception as error:
         raise ValueError(f"taskset {taskset!r} cannot be loaded: {_line(error)}") from error
@@ -57,7 +57,7 @@ def load(taskset: str, max_turns: int) -> Any:  # Any: verifiers has no types he
         raise ValueError(
             f"taskset {taskset!r} has the agents {', '.join(seats)}: one agent is supported, whose turns are trained on"
         )
-    agent = {"harness": {"id": name if has_harness else HARNESS}, "runtime": {"type": LOCAL}, "max_turns": max_turns}
+    agent = {"harness": {"id": name if is_its_own else HARNESS}, "runtime": {"type": LOCAL}, "max_turns": max_turns}
     try:
         environment = vf.load_environment(vf.resolve_env_config({"taskset": {"id": name}, next(iter(seats)): agent}))
         servers = [*kind.toolsets(environment.taskset.config), *kind.task_type().toolsets(environment.taskset.config.task)]
@@ -70,6 +70,14 @@ def load(taskset: str, max_turns: int) -> Any:  # Any: verifiers has no types he
                 f"taskset {taskset!r}: tool server {server.server_name!r} is at {place}, only local processes are supported"
             )
     return environment
+
+
+def has_harness(taskset: str) -> bool:
+    """Whether a taskset that is loaded is played by a harness of its own."""
+    from verifiers.v1.utils import loaders
+
+    name = module_of(taskset)
+    return bool(loaders.default_harness_id(name) == name)
 
 
 def task_of(environment: Any, data: dict[str, Any]) -> Any:

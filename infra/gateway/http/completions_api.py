@@ -7,7 +7,8 @@ from infra.gateway.http.chat_api import Json, usage
 from infra.gateway.http.fields import Fields
 from infra.gateway.rendering.messages import BadRequest
 from infra.gateway.rendering.token_text import TokenText
-from infra.gateway.session.session import Query, Session, TurnAnswer
+from infra.gateway.session.session import Session
+from infra.gateway.session.turn import Query, TurnAnswer
 
 
 def completion_query(session: Session, fields: Fields) -> Query:

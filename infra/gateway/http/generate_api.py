@@ -9,7 +9,8 @@ from infra.gateway.http.chat_api import Json, usage
 from infra.gateway.http.fields import GENERATE_SAMPLING, Fields, checked_fields
 from infra.gateway.rendering.messages import BadRequest
 from infra.gateway.rendering.token_text import TokenText
-from infra.gateway.session.session import Query, Session, TurnAnswer
+from infra.gateway.session.session import Session
+from infra.gateway.session.turn import Query, TurnAnswer
 
 PATH = "/inference/v1/generate"
 """At the server's root, not below `/v1`."""

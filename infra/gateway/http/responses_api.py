@@ -7,7 +7,8 @@ from infra.gateway.http.chat_api import Json
 from infra.gateway.http.fields import Fields
 from infra.gateway.rendering.messages import BadRequest, ChatMessage, messages_from_json, tools_from_json
 from infra.gateway.rendering.token_text import TokenText
-from infra.gateway.session.session import Query, Session, TurnAnswer
+from infra.gateway.session.session import Session
+from infra.gateway.session.turn import Query, TurnAnswer
 
 
 def response_query(session: Session, fields: Fields) -> Query:

@@ -24,8 +24,9 @@ from infra.gateway.rendering.interface import ConversationRenderer
 from infra.gateway.rendering.messages import BadRequest
 from infra.gateway.session.calls import CallRefused, Calls
 from infra.gateway.session.records import TurnRecord
-from infra.gateway.session.session import Episode, EpisodeEnded, Query, Session, TurnAnswer, TurnLimits
+from infra.gateway.session.session import Episode, EpisodeEnded, Session, TurnLimits
 from infra.gateway.session.snapshots import Snapshots
+from infra.gateway.session.turn import Query, TurnAnswer
 from infra.store.samples import Sample
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ import hashlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from infra.engines.interface import TurnRequest
@@ -18,6 +17,7 @@ from infra.gateway.rendering.messages import ChatMessage
 from infra.gateway.session.counts import SessionCounts
 from infra.gateway.session.records import TurnRecord, tokens_digest
 from infra.gateway.session.tracks import WITHOUT_MESSAGES, Point, Track, point_of, text_point_of, tokens_point_of
+from infra.gateway.session.turn import Query, Turn, TurnAnswer, done
 from infra.store.samples import Sample
 from infra.trajectories.segments import StopReason, Trajectory
 
@@ -63,57 +63,6 @@ class TurnLimits(NamedTuple):
     """Tokens that end an answer, for requests that name them."""
 
 
-class Query(NamedTuple):
-    """A request as the session understands it."""
-
-    messages: list[ChatMessage]
-    tools: str
-    prompt: list[int]
-    point: Point | None
-    """The answer that it continues; None: everything was rendered."""
-    max_new_tokens: int
-    listed_tools: Tools
-    digest: str = ""
-    """Of the prompt's tokens."""
-
-
-@dataclass
-class _Turn:
-    """A turn under way or complete."""
-
-    record: "asyncio.Future[TurnRecord]"
-    max_new_tokens: int
-    is_waited_for: Callable[[], bool] = lambda: False
-    """Whether an agent still waits for it."""
-    is_delivered: bool = False
-    is_registered: bool = False
-    answer: ChatMessage | None = None
-
-    @property
-    def is_free(self) -> bool:
-        return not self.is_delivered and not self.is_waited_for()
-
-
-@dataclass
-class TurnAnswer:
-    """The answer to a request."""
-
-    message: ChatMessage
-    record: TurnRecord
-    prompt: list[int]
-    prompt_digest: str
-    turn: _Turn = field(repr=False)
-
-    @property
-    def turn_id(self) -> str:
-        """Unique in all sessions: 16 digits of the prompt's digest, then the turn's number."""
-        return f"{self.prompt_digest[:16]}{self.record.number:04d}"
-
-    def delivered(self) -> None:
-        """The agent has it. Before that, an equal request gets this answer again."""
-        self.turn.is_delivered = True
-
-
 class Session:
     """Not for several threads: all calls come from one event loop."""
 
@@ -133,8 +82,8 @@ class Session:
         self.counts = SessionCounts()
         self.stop_reason: StopReason | None = None
         self.is_begun = False
-        self._num_recorded = self._num_new = 0
-        self._turns: dict[str, list[_Turn]] = {}
+        self._num_recorded = self._num_new = self._num_begun = 0
+        self._turns: dict[str, list[Turn]] = {}
         """By the digest of the prompt's tokens."""
         self._tasks: set[asyncio.Task[TurnRecord]] = set()
         self._restore(recorded)
@@ -145,7 +94,7 @@ class Session:
         for record in sorted(recorded, key=lambda each: each.number):
             before = [] if record.base is None else [*prompts[record.base], *outputs[record.base]]
             prompts[record.number] = [*before, *record.given_tokens]
-            turn = _Turn(_done(record), record.max_new_tokens)
+            turn = Turn(done(record), record.max_new_tokens)
             self._turns.setdefault(tokens_digest(prompts[record.number]), []).append(turn)
             self._num_new = self._num_recorded = record.number + 1
 
@@ -161,13 +110,13 @@ class Session:
     def _begin_again(self, keeps_turns: bool) -> None:
         self.counts = self.counts.begun_again(lost_turns=0 if keeps_turns else self._num_new)
         self._num_recorded = self._num_new if keeps_turns else 0
-        self.tracks, self.stop_reason = [], None
+        self.tracks, self.stop_reason, self._num_begun = [], None, 0
         if not keeps_turns:
             self._turns = {}
             for task in self._tasks:
                 task.cancel()
         for turn in (turn for turns in self._turns.values() for turn in turns):
-            turn.is_delivered = turn.is_registered = False
+            turn.is_begun = turn.is_delivered = turn.is_registered = False
             turn.is_waited_for = lambda: False
 
     async def ask(self, messages: Sequence[ChatMessage], tools: Tools = (), max_tokens: int | None = None) -> TurnAnswer:
@@ -188,7 +137,7 @@ class Session:
         is_waited_for: Whether the agent that sent the request still waits. If not, an equal request gets the answer.
 
         Raises:
-            EpisodeEnded: if the episode is over, or ends because this request has no room in the context.
+            EpisodeEnded: if the episode is over, or ends because this request has no room in the context or would be a turn too many.
         """
         return await self.complete(self.query(messages, tools, max_tokens), is_waited_for)
 
@@ -238,16 +187,14 @@ class Session:
 
     def _checked(self, query: Query, max_tokens: int | None) -> Query:
         """Raises EpisodeEnded if no turn may follow."""
-        if self.stop_reason:
-            raise EpisodeEnded(self.stop_reason, f"the episode has ended ({self.stop_reason}): no further turn is sampled")
         room = self.limits.max_context_tokens - len(query.prompt)
+        # After the last turn is begun, it may be asked for again.
+        if self.stop_reason and (self.stop_reason != "max_turns" or room < 1):
+            raise EpisodeEnded(self.stop_reason, f"the episode has ended ({self.stop_reason}): no further turn is sampled")
         if room < 1:
             self.stop_reason = None if self.limits.has_many_conversations else "context"
             lengths = f"the conversation has {len(query.prompt)} tokens, the context is {self.limits.max_context_tokens}"
             raise EpisodeEnded("context", f"{lengths}: the episode ends here")
-        if self.limits.max_turns is not None and self.counts.turns >= self.limits.max_turns:
-            self.stop_reason = "max_turns"
-            raise EpisodeEnded("max_turns", f"the episode had its {self.limits.max_turns} turns and ends here")
         wanted = self.limits.max_output_tokens if max_tokens is None else min(max_tokens, self.limits.max_output_tokens)
         return query._replace(max_new_tokens=min(wanted, room), digest=tokens_digest(query.prompt))
 
@@ -261,19 +208,28 @@ class Session:
     async def _completed(self, query: Query, is_waited_for: Callable[[], bool]) -> TurnAnswer:
         turns = self._turns.setdefault(query.digest, [])
         turn = next((each for each in turns if each.is_free and each.max_new_tokens == query.max_new_tokens), None)
+        if turn is None or not turn.is_begun:
+            self._begin_turn()
         if turn is None:
             task = asyncio.create_task(self._sample(query, self._seed(query.digest, len(turns))))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            turn = _Turn(task, query.max_new_tokens)
+            turn = Turn(task, query.max_new_tokens)
             turns.append(turn)
-        turn.is_waited_for = is_waited_for
+        turn.is_begun, turn.is_waited_for = True, is_waited_for
         # The turn goes on where the agent's connection is lost: its answer is kept for an equal request.
         record = await asyncio.shield(turn.record)
         if not turn.is_registered:
             self._register(turn, query, record)
         assert turn.answer is not None
         return TurnAnswer(turn.answer, record, query.prompt, query.digest, turn)
+
+    def _begin_turn(self) -> None:
+        """Count a turn before it is sampled, so that requests in parallel get no more of them. Raises EpisodeEnded if all are begun."""
+        if self.limits.max_turns is not None and self._num_begun >= self.limits.max_turns:
+            self.stop_reason = "max_turns"
+            raise EpisodeEnded("max_turns", f"the episode had its {self.limits.max_turns} turns and ends here")
+        self._num_begun += 1
 
     def _seed(self, digest: str, number: int) -> int:
         """A turn's seed, in 31 bits, by its prompt's tokens: it does not depend on the order in which concurrent requests come.
@@ -305,7 +261,7 @@ class Session:
         self.on_turn(record)
         return record
 
-    def _register(self, turn: _Turn, query: Query, record: TurnRecord) -> None:
+    def _register(self, turn: Turn, query: Query, record: TurnRecord) -> None:
         """Put a turn on record, where its request continues it."""
         call_ids = f"call_{query.digest[:16]}_{record.number}_"
         answer = (
@@ -342,9 +298,3 @@ class Session:
         for task in (tasks := list(self._tasks)):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _done(record: TurnRecord) -> "asyncio.Future[TurnRecord]":
-    future: asyncio.Future[TurnRecord] = asyncio.get_running_loop().create_future()
-    future.set_result(record)
-    return future

@@ -89,10 +89,10 @@ def test_what_was_measured_is_of_one_layout_and_gpu(
 def test_a_size_that_ran_out_of_memory_is_not_tried_again(model: Model) -> None:
     trainer = TrainerConfig(lora=LORA)
     size = tokens(trainer, model)
-    microbatch.note_out_of_memory(trainer.but(max_tokens_per_microbatch=size), model)
+    microbatch.note_out_of_memory(trainer, model, tokens=size)
     again = microbatch.largest(trainer, model, room_bytes=ROOM, longest=1024)
     assert again.tokens == size // 2 // 1024 * 1024 and f"{size} tokens, which ran out of memory before" in again.reason
-    microbatch.note_out_of_memory(trainer.but(max_tokens_per_microbatch=4 * size), model)
+    microbatch.note_out_of_memory(trainer, model, tokens=4 * size)
     assert tokens(trainer, model) == again.tokens, "the smallest that did not fit counts"
 
 

@@ -168,7 +168,7 @@ def test_a_plan_that_was_chosen_by_hand_stays(monkeypatch: pytest.MonkeyPatch, m
     by_figures = plans.plan(config)
     assert by_figures.colocation == "keep_weights" and "GiB" in by_figures.reason
     assert plans.resolve_colocation(config).engine.colocation == "keep_weights"
-    by_hand = config.but(engine=EngineConfig(colocation="offload"))
+    by_hand = config.but(engine=EngineConfig(colocation="offload", max_running_requests=64))
     assert plans.plan(by_hand)[:2] == ("offload", "chosen in engine.colocation")
     assert plans.resolve_colocation(by_hand).engine == by_hand.engine
 

@@ -1,9 +1,11 @@
 import inspect
+from typing import get_args
 
 import pytest
 
-from infra.config import RunConfig, rules
+from infra.config import EnvironmentConfig, RunConfig, players, rules
 from infra.config.tools.overrides import changed
+from infra.settings import CHECKOUT
 
 OFF_POLICY = 'trainer.loss.correction={"mode": "decoupled", "kind": "tis", "max_staleness": 1}'
 IN_FLIGHT = 'trainer.loss.correction={"mode": "decoupled", "kind": "tis", "max_staleness": 1, "in_flight_updates": true}'
@@ -40,6 +42,11 @@ BROKEN = {
     ],
     "truncation_is_not_rewarded": ["batch.mask_truncated=true", 'trainer.loss.kl={"where": "reward", "coefficient": 0.1}'],
     "turns_pay_no_kl": ["batch.advantage_level=turn", 'trainer.loss.kl={"where": "reward", "coefficient": 0.1}'],
+    "environment_fields_have_an_effect": [
+        'environment.command=["python3", "agent.py"]',
+        "environment.turn_timeout_s=5",
+        "evaluation.every=0",
+    ],
     "tasksets_play_their_own_tasks": ["environment.id=/x.py", "evaluation.every=0"],
     "episodes_fit_a_microbatch": [
         "environment.name=/x.py:Game",
@@ -75,3 +82,67 @@ def test_a_configuration_that_breaks_one_rule_is_refused_by_it_alone(name: str, 
         changed(RunConfig(), BROKEN[name])
     monkeypatch.setattr(rules, "RULES", tuple(rule for rule in rules.RULES if rule.__name__ != name))
     changed(RunConfig(), BROKEN[name])
+
+
+PROGRAM = {"command": ["python3", "agent.py"]}
+GAME = {"name": "mine.py:Game"}
+TASKSET = {"id": "mine"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (
+            PROGRAM | {"turn_timeout_s": 5},
+            r"environment\.turn_timeout_s 5 has no effect with 'python3 agent\.py': an agent has no calls of reset",
+        ),
+        (
+            PROGRAM | {"max_observation_tokens": 64},
+            r"environment\.max_observation_tokens 64 has no effect .* leave it at its default, 512",
+        ),
+        (PROGRAM | {"tool_timeout_s": 5}, r"environment\.tool_timeout_s 5 has no effect .* a program calls its tools by itself"),
+        (PROGRAM | {"max_result_characters": 99}, r"environment\.max_result_characters 99 has no effect"),
+        (PROGRAM | {"repeats_tools": False}, r"environment\.repeats_tools false has no effect .* leave it at its default, true"),
+        (
+            GAME | {"repeats_tools": False},
+            r"environment\.repeats_tools false has no effect with 'mine\.py:Game': it is for tasksets",
+        ),
+        (
+            TASKSET | {"tool_timeout_s": 5},
+            r"environment\.tool_timeout_s 5 has no effect with 'mine': .* environment\.turn_timeout_s",
+        ),
+        (TASKSET | {"max_result_characters": 99}, r"has no effect with 'mine': .* environment\.max_observation_tokens"),
+        ({"max_turns": 2}, r"environment\.max_turns 2 without an environment: name one .* its default, 4"),
+        ({"mcp": ["python3 s.py"]}, r"environment\.mcp .* with no environment\.name"),
+        ({"keep_reasoning": False}, r"environment\.keep_reasoning false without an environment"),
+    ],
+)
+def test_a_field_of_the_environment_that_would_have_no_effect_is_refused(environment: dict[str, object], said: str) -> None:
+    source = {"source": "verifiers:mine"} if environment.keys() & TASKSET else {}
+    with pytest.raises(ValueError, match=said):
+        RunConfig.model_validate({"environment": environment, "data": source})
+
+
+def test_every_field_of_the_environment_has_its_place_in_the_table_of_the_docs() -> None:
+    text = (CHECKOUT / "docs/how-to/multi-turn.md").read_text()
+    lines = [line.split("|") for line in text[text.index("| field | class ") :].partition("\n\n")[0].splitlines()[2:]]
+    table = {
+        field.strip(): dict(zip(get_args(players.Player), map(str.strip, cells), strict=True)) for _, field, *cells, _ in lines
+    }
+    named = {f"`environment.{name}`" for name in EnvironmentConfig.model_fields if name not in players.NAMES}
+    assert table.keys() == named
+    for field, cells in table.items():
+        without = players.WITHOUT_EFFECT.get(field.strip("`").removeprefix("environment."), {})
+        assert {player for player, cell in cells.items() if cell == "refused"} == without.keys(), field
+
+
+def test_an_environment_of_a_set_is_checked_and_its_own_fields_win() -> None:
+    section = GAME | {"turn_timeout_s": 5}
+    asked = {"name": "by-program", "data": {"source": "arithmetic"}}
+    with pytest.raises(
+        ValueError, match=r"evaluation\.sets 'by-program' environment\.turn_timeout_s 5 has no effect with 'python3 agent\.py'"
+    ):
+        RunConfig.model_validate({"environment": section, "evaluation": {"sets": [asked | {"environment": PROGRAM}]}})
+    given = asked | {"environment": PROGRAM | {"turn_timeout_s": 30}}
+    RunConfig.model_validate({"environment": section, "evaluation": {"sets": [given]}})
+    RunConfig.model_validate({"environment": {"max_turns": 2}, "evaluation": {"sets": [asked | {"environment": PROGRAM}]}})

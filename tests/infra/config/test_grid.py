@@ -82,8 +82,6 @@ def test_what_cannot_be_swept_is_refused(over: list[str], said: str) -> None:
         ("sampling.temperature=0.5", "roll_out"),
         ("engine.dtype=bfloat16", "roll_out"),
         ("environment.name=mine.Game", "roll_out"),
-        ("environment.max_turns=2", "roll_out"),
-        ("environment.workers=2", "train"),
         ("engine.colocation=restart", "train"),
         ("seed=1", "draw_prompts"),
         ("data.num_prompts=8", "draw_prompts"),
@@ -93,6 +91,12 @@ def test_what_cannot_be_swept_is_refused(over: list[str], said: str) -> None:
 )
 def test_what_differs_between_two_runs_says_from_where_the_second_has_to_be_made(change: str, first: str) -> None:
     assert first_to_run_again(BASE, with_overrides(BASE, [change], name="other")) == first
+
+
+def test_of_an_environments_fields_those_that_decide_about_its_episodes_count() -> None:
+    played = with_overrides(BASE, ["environment.name=mine.Game"], name="played")
+    assert first_to_run_again(played, played.but(environment=played.environment.but(max_turns=2))) == "roll_out"
+    assert first_to_run_again(played, played.but(environment=played.environment.but(workers=2))) == "train"
 
 
 def test_of_several_differences_the_earliest_counts() -> None:

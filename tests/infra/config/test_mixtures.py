@@ -69,6 +69,8 @@ def test_experts_that_cannot_be_shared_are_refused_by_name(what: str) -> None:
         (["--moe-runner-backend"], 1),
         (["--enable-hier"], 1),
         (["--speculative-algorithm", "EAGLE", "--moe-a2a-backend", "deepep"], 2),
+        (["--enable-lmcache"], 1),
+        (["--radix-cache-backend", "mine"], 1),
         (["--attention-backend", "triton"], 0),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from shared import DENSE_7B
 
-from infra.colocation import plans
+from infra.colocation import engine_memory, plans
 from infra.colocation.plans import Machine
 from infra.colocation.trainer_memory import Model
 from infra.config import EngineConfig, RunConfig, TrainerConfig
@@ -107,7 +107,7 @@ def test_a_release_of_fp8_weights_need_not_free_as_much() -> None:
     freed = [
         plans.freed_bytes("offload", EngineConfig(dtype="bfloat16").but(**changes), model, 1000) for changes in ({}, *SINGLY, FP8)
     ]
-    cache = plans.kv_cache_bytes(EngineConfig(dtype="bfloat16"), architecture, 1000)
+    cache = engine_memory.kv_cache_bytes(EngineConfig(dtype="bfloat16"), architecture, 1000)
     weights = freed[0] - cache
     assert freed == [weights + cache, weights // 2 + cache, weights + cache // 2, weights // 2 + cache // 2]
 

@@ -58,6 +58,13 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 }
 
 
+def test_with_one_expert_a_token_nothing_recorded_is_a_wrong_answer_too() -> None:
+    one = RouteShape(num_layers=3, per_token=1, num_experts=8)
+    assert routes.parsed(routes_of(about(ROWS[..., :1]), NUM_TOKENS, one) or b"").shape == (4, 3, 1)
+    with pytest.raises(WrongAnswer, match=r"send all tokens to expert 0 in each layer: its MoE runner does not record routes"):
+        routes_of(about(0 * ROWS[..., :1]), NUM_TOKENS, one)
+
+
 @pytest.mark.parametrize("kind", BAD)
 def test_routes_that_cannot_be_replayed_are_a_wrong_answer(kind: str) -> None:
     make, message = BAD[kind]

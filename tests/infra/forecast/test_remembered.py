@@ -74,6 +74,23 @@ def test_a_run_of_the_same_model_and_layout_finds_them(monkeypatch: pytest.Monke
     assert measured_of(CONFIG, HALF) == {}
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "engine.quantization=fp8",
+        "engine.kv_cache_dtype=fp8",
+        "trainer.share_experts=true",
+        "trainer.routing_replay=true",
+        "environment.name=/x.py:Game",
+    ],
+)
+def test_rates_of_a_run_that_samples_or_trains_in_another_way_are_not_taken(change: str) -> None:
+    decoupled = 'trainer.loss.correction={"mode": "decoupled", "kind": "tis"}'  # which 8 bits would change too
+    config = changed(CONFIG, [decoupled, "evaluation.every=0"])
+    remember(config, HALF, [step(), step()])
+    assert measured_of(config, HALF) and measured_of(changed(config, [change]), HALF) == {}
+
+
 @pytest.mark.parametrize("content", [b"{", b'{"a": {"b": {"run": "x"}}}', b"[]", b'{"a": {"b": null}}', b"\xff\xfe"])
 def test_a_damaged_or_foreign_file_is_ignored_with_one_line(
     content: bytes, workspace: Path, caplog: pytest.LogCaptureFixture

@@ -269,6 +269,51 @@ def test_an_episode_gets_no_more_than_its_turns(renderer: ConversationRenderer) 
     assert [trajectory.stop_reason for trajectory in session.trajectories("done")] == ["max_turns"]
 
 
+def test_requests_in_parallel_get_no_more_than_the_episodes_turns(renderer: ConversationRenderer) -> None:
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        sampler.may_go_on = asyncio.sleep(0.01)
+        asked = [session.begin([ChatMessage("user", f"question {number}")]) for number in range(3)]
+        first, *others = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(each) for each in others] == [EpisodeEnded] * 2 and len(sampler.seen) == 1
+        assert not isinstance(first, BaseException)
+
+    session = run(renderer, script, LIMITS._replace(max_turns=1))
+    assert [trajectory.stop_reason for trajectory in session.trajectories("done")] == ["max_turns"]
+
+
+def test_the_last_turn_whose_connection_was_lost_may_be_asked_for_again(renderer: ConversationRenderer) -> None:
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        lost = await session.begin([ASKS], is_waited_for=lambda: False)
+        with pytest.raises(EpisodeEnded, match="had its 1 turns"):
+            await session.ask([GOES_ON])
+        assert (await session.ask([ASKS])).record is lost.record and len(sampler.seen) == 1
+        with pytest.raises(EpisodeEnded, match="had its 1 turns"):
+            await session.ask([ASKS])
+
+    run(renderer, script, LIMITS._replace(max_turns=1))
+
+
+def test_turns_on_record_count_once_they_are_asked_for(renderer: ConversationRenderer) -> None:
+    """So an agent that is played again has all its turns, also where it asks for others than before."""
+
+    async def episode(recorded: Sequence[TurnRecord], *asked: ChatMessage) -> list[TurnRecord]:
+        records = list(recorded)
+        session = Session(EPISODE, renderer, LIMITS._replace(max_turns=2), SeenSampler(renderer), records.append, recorded)
+        session.begin_episode(keeps_turns=True)
+        for _ in range(2):  # the second time as after a worker was lost
+            for each in asked:
+                await session.ask([each])
+            with pytest.raises(EpisodeEnded, match="had its 2 turns"):
+                await session.ask([ChatMessage("user", "One more")])
+            session.begin_episode(keeps_turns=True)
+        return records
+
+    before = asyncio.run(episode([], ASKS, GOES_ON))
+    assert len(before) == 2
+    assert asyncio.run(episode(before, ASKS, GOES_ON)) == before
+    assert len(asyncio.run(episode(before, ASKS, ChatMessage("user", "Other")))) == 3
+
+
 @pytest.mark.parametrize("keep_reasoning", [True, False])
 def test_a_killed_episode_gets_its_recorded_turns_again_and_samples_none_twice(
     keep_reasoning: bool, renderer: ConversationRenderer, tmp_path: Path

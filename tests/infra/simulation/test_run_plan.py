@@ -157,6 +157,21 @@ def test_a_kv_cache_is_that_of_each_gpu() -> None:
     assert compared_with["kv_cache_gib"].off == pytest.approx(0)
 
 
+def test_with_eight_bits_the_engines_memory_is_forecast_and_what_the_rates_lack_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_of("engine.quantization=fp8", "engine.kv_cache_dtype=fp8", "environment.name=/x.py:Game", "evaluation.every=0")
+    found, plain = forecast_on(config, ONE, SEVEN), forecast_on(run_of(), ONE, SEVEN)
+    assert found is not None and plain is not None
+    linear = 28 * (2 * 3584 * 3584 + 2 * 512 * 3584 + 3 * 18944 * 3584)  # a byte less a weight
+    assert found.parts["engine_weights_gib"] == pytest.approx(plain.parts["engine_weights_gib"] - linear / GIB)
+    assert found.parts["kv_cache_gib"] == pytest.approx(plain.parts["kv_cache_gib"] + linear / GIB)
+    assert found.kv_token_bytes == plain.kv_token_bytes / 2
+    lacks = "; without engine.quantization 'fp8' and engine.kv_cache_dtype 'fp8' and the turns of environment '/x.py:Game'"
+    assert found.source == f"{plain.source}{lacks}" and "without" not in plain.source
+    monkeypatch.setattr(remembered, "measured_of", lambda *_: {layout_key(config.engine, config.trainer): MEASURED})
+    again = forecast_on(config, ONE, SEVEN)
+    assert again is not None and again.source == "measured in run before"
+
+
 def test_without_a_known_gpu_only_an_earlier_run_of_this_layout_gives_a_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_of()
     assert forecast_by_measured(config, HALF) is None
