@@ -175,18 +175,6 @@ def gsm8k_qwen25_7b() -> RunConfig:
     return base.but(name="gsm8k-qwen2.5-7b", model="Qwen/Qwen2.5-7B-Instruct", trainer=base.trainer.but(recompute=True))
 
 
-def gsm8k_qwen25_7b_4gpu() -> RunConfig:
-    """The 7B run on one machine with four GPUs: the engine splits the model, the trainer splits the batch; the same numbers up to rounding.
-
-    A quarter of the 28 attention heads and of the 4 key-value heads lies on each GPU of the engine; the trainer has the whole frozen
-    base on each (15 GB in bfloat16), and needs to exchange nothing but the adapter's gradients.
-    """
-    base = gsm8k_qwen25_7b()
-    return base.but(
-        name="gsm8k-qwen2.5-7b-4gpu", engine=base.engine.but(tensor_parallel=4), trainer=base.trainer.but(num_processes=4)
-    )
-
-
 PRESETS: dict[str, Callable[[], RunConfig]] = {
     "arithmetic": arithmetic,
     "arithmetic-gpu": arithmetic_gpu,
@@ -200,7 +188,6 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
     "gsm8k-qwen2.5-0.5b": gsm8k_qwen25_05b,
     "gsm8k-qwen2.5-1.5b": gsm8k_qwen25_15b,
     "gsm8k-qwen2.5-7b": gsm8k_qwen25_7b,
-    "gsm8k-qwen2.5-7b-4gpu": gsm8k_qwen25_7b_4gpu,
 }
 
 

@@ -231,7 +231,7 @@ NEEDED = {"replay-step/local": {"run": "smoke", "step": "0"}}
     [
         ("rl-run/arithmetic", "arithmetic"),
         ("rl-run/gsm8k-1gpu", "gsm8k-qwen2.5-0.5b"),
-        ("rl-run/gsm8k-4gpu", "gsm8k-qwen2.5-7b-4gpu"),
+        ("rl-run/gsm8k-7b", "gsm8k-qwen2.5-7b"),
         ("rl-run/local", "auto"),
         ("rl-step/local", "auto"),
         ("rl-sweep/local", "auto"),

@@ -35,7 +35,7 @@ PRESET_OF = {
     "digits": "digits",
     "program": "program",
     "gsm8k-1gpu": "gsm8k-qwen2.5-0.5b",
-    "gsm8k-4gpu": "gsm8k-qwen2.5-7b-4gpu",
+    "gsm8k-7b": "gsm8k-qwen2.5-7b",
 }
 FOR_BEGINNERS = ["rl-run/smoke", "rl-run/arithmetic", "rl-run/local", "evaluate/local"]
 """The first deployments, in this order."""
@@ -62,7 +62,7 @@ def test_the_deployments_that_the_documentation_names_are_there() -> None:
         "rl-run/calculator-taskset",
         "rl-run/digits",
         "rl-run/gsm8k-1gpu",
-        "rl-run/gsm8k-4gpu",
+        "rl-run/gsm8k-7b",
         "rl-run/local",
         "rl-run/program",
         "rl-run/smoke",
@@ -283,7 +283,7 @@ def test_a_server_takes_every_deployment_with_its_parameters_limits_and_schedule
 
 @pytest.mark.end_to_end
 def test_a_server_takes_a_whole_configuration_and_refuses_a_wrong_value_with_its_place(server: httpx.Client) -> None:
-    config = preset("gsm8k-qwen2.5-7b-4gpu").model_dump(mode="json")
+    config = preset("gsm8k-qwen2.5-7b").model_dump(mode="json")
     for deployment in DEPLOYMENTS:
         if flow_of(deployment).name not in ("compare-engines", "replay-step"):
             begun(server, named(deployment), {"config": config})

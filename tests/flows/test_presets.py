@@ -5,8 +5,10 @@ import pytest
 
 from flows.presets import PRESETS, preset
 from infra.config.tools.changes import changes, may_change
+from infra.forecast.shapes import model_of
 from infra.rewards.loading import import_member
 from infra.settings import settings
+from infra.simulation.run_plan import Host, plan_run
 
 
 def test_every_preset_is_a_run_that_can_be_lengthened() -> None:
@@ -18,7 +20,7 @@ def test_every_preset_is_a_run_that_can_be_lengthened() -> None:
 
 def test_the_gsm8k_presets_carry_the_values_of_the_published_runs() -> None:
     """eric-haibin-lin/verl-data, gsm8k/Qwen2.5-0.5B-bsz64_2-prompt512-resp1024-lorarank32-score0.543.log at bf76ddd."""
-    for name in ("gsm8k-qwen2.5-0.5b", "gsm8k-qwen2.5-1.5b", "gsm8k-qwen2.5-7b", "gsm8k-qwen2.5-7b-4gpu"):
+    for name in ("gsm8k-qwen2.5-0.5b", "gsm8k-qwen2.5-1.5b", "gsm8k-qwen2.5-7b"):
         config = preset(name)
         trainer, loss = config.trainer, config.trainer.loss
         assert (config.data.num_prompts, config.sampling.group_size, trainer.num_minibatches) == (64, 5, 1)
@@ -31,15 +33,15 @@ def test_the_gsm8k_presets_carry_the_values_of_the_published_runs() -> None:
         assert (config.batch.advantage, config.reward.name) == ("grpo", "gsm8k_verl_strict")
         assert config.num_steps == 7473 // 64
         assert (config.eval_config.data.split, config.eval_config.data.num_prompts) == ("test", 1319)
-    assert [preset(name).model.rsplit("-", 2)[1] for name in PRESETS if name.startswith("gsm8k-")] == ["0.5B", "1.5B", "7B", "7B"]
+    assert [preset(name).model.rsplit("-", 2)[1] for name in PRESETS if name.startswith("gsm8k-")] == ["0.5B", "1.5B", "7B"]
 
 
 def test_on_four_gpus_the_same_run_is_made_in_another_layout_only() -> None:
-    one, four = preset("gsm8k-qwen2.5-7b"), preset("gsm8k-qwen2.5-7b-4gpu")
-    differing = {change.field for change in changes(one, four)} - {"name"}
-    assert differing == {"engine.tensor_parallel", "trainer.num_processes"}
-    assert all(may_change(field) for field in differing)
-    assert (four.engine.tensor_parallel, four.trainer.num_processes // four.trainer.tensor_parallel) == (4, 4)
+    one = preset("gsm8k-qwen2.5-7b")
+    four, _ = plan_run(one, Host(4, "H100", 512 * 2**30), model_of("qwen2.5-7b"))
+    differing = {change.field for change in changes(one, four)}
+    assert differing == {"engine.replicas", "trainer.num_processes"} and all(may_change(field) for field in differing)
+    assert (four.engine.replicas, four.trainer.num_processes) == (4, 4)
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
