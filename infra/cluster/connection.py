@@ -18,7 +18,7 @@ from typing import Any
 
 from infra.cluster import head, node_agent
 from infra.cluster.node_agent import NodeAgent
-from infra.cluster.nodes import HERE, ClusterNode, Node, Placement, Slot, lost
+from infra.cluster.nodes import HERE, ClusterNode, Node, Placement, Slot, check_even, lost
 from infra.config import EngineConfig
 from infra.failures import NodeLost
 from infra.machine import devices
@@ -58,11 +58,10 @@ def node_of(key: str) -> Node:
 
 
 def num_replicas(config: EngineConfig) -> int:
-    """Servers that the engine consists of: with engine.replicas auto as many as the living nodes have room for."""
+    """Servers that the engine consists of: with engine.replicas auto as many as the living nodes have room for, asked anew at each call."""
     if not is_set() or config.replicas is not None:
         return devices.num_replicas(config)
-    room = placement().room(config.tensor_parallel)
-    return max(1, len(placement().living) // placement().spread(config.tensor_parallel) if room is None else room)
+    return placement().fitted(config.tensor_parallel)
 
 
 def living() -> list[ClusterNode]:
@@ -88,6 +87,16 @@ def _connected() -> Placement:
 def check_installed() -> None:
     """Raises ValueError if Ray is not installed."""
     _ray()
+
+
+def check_engine(config: EngineConfig) -> None:
+    """Check what can be said of an engine's place without the cluster. Raises ValueError, as Placement and the launch would."""
+    if num_nodes := settings().cluster_engine_nodes:
+        check_even(config.tensor_parallel, num_nodes)
+        if num_nodes > 1 and config.kind == "vllm":
+            raise ValueError(
+                f"engine.kind 'vllm' with RATCHET_CLUSTER_ENGINE_NODES {num_nodes}: only sglang can be over several nodes; take it, or unset that"
+            )
 
 
 def _ray() -> Any:

@@ -14,6 +14,7 @@ from infra.colocation.trainer_memory import Model
 from infra.config import EngineConfig, RunConfig, TrainerConfig
 from infra.forecast.rates import Rates
 from infra.machine import devices
+from infra.settings import settings
 from infra.store.files import read_note, write_json
 from infra.store.layout import Workspace
 
@@ -53,7 +54,7 @@ def layout_key(engine: EngineConfig, trainer: TrainerConfig) -> str:
     t = trainer
     own = ", own GPUs" if engine.colocation == "separate_gpus" else ""
     return (
-        f"engine {engine.replicas or 1} x TP {engine.tensor_parallel}; trainer {t.num_processes}, TP {t.tensor_parallel}, "
+        f"engine {devices.num_replicas(engine)} x TP {engine.tensor_parallel}; trainer {t.num_processes}, TP {t.tensor_parallel}, "
         f"EP {t.expert_parallel}{', recomputed' if t.recompute else ''}{own}"
     )
 
@@ -65,12 +66,12 @@ def measured_of(config: RunConfig, model: Model) -> dict[str, MeasuredRates]:
 
 
 def remember(config: RunConfig, model: Model, steps: Sequence[Mapping[str, float]]) -> None:
-    """Keep a run's medians for the next plan; nothing where too few steps were measured.
+    """Keep a run's medians for the next plan; nothing where too few steps were measured, or where replicas came and went with a cluster's nodes.
 
     steps: Figures of the steps in order, the first one of the process among them.
     """
     found = medians(config, steps)
-    if found is None:
+    if found is None or (config.engine.replicas is None and settings().cluster_address):
         return
     notes = read_note(Workspace.here().rates, dict[str, dict[str, MeasuredRates]]) or {}
     notes.setdefault(_key(config, model), {})[layout_key(config.engine, config.trainer)] = found
@@ -84,7 +85,7 @@ def medians(config: RunConfig, steps: Sequence[Mapping[str, float]]) -> Measured
     counted = [each for each in steps[FIRST_COUNTED:] if all(each.get(name, 0) > 0 for name in wanted)]
     if not counted:
         return None
-    replicas, t = config.engine.replicas or 1, config.trainer
+    replicas, t = devices.num_replicas(config.engine), config.trainer
     samples = median(each["rollout/output_tokens"] / each["rollout/mean_output_tokens"] for each in counted)
     return MeasuredRates(
         run=config.name,

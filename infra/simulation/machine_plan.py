@@ -14,7 +14,7 @@ from infra.config import EngineConfig, LoraConfig, TrainerConfig
 from infra.forecast.fit import Training, peak_bytes
 from infra.forecast.rates import Rates, rates_of
 from infra.forecast.remembered import layout_key
-from infra.forecast.shapes import GPU_KINDS, gpus_in, model_of
+from infra.forecast.shapes import GPU_KINDS, MOST_GPUS, gpus_in, model_of
 from infra.models.architecture import layout_problem
 from infra.simulation.forecast import simulate
 from infra.simulation.scenario import Scenario
@@ -158,9 +158,24 @@ def plan_machine(gpus: str, model_name: str, work: PlannedStep) -> MachinePlan:
     if not found.best:
         total = GPU_KINDS[kind].memory_bytes / GIB
         raise ValueError(
-            f"--gpus {gpus}: no layout of {model_name} with {work.sequence_tokens} tokens a sample fits into {total:.0f} GiB a GPU"
+            f"--gpus {gpus}: no layout of {model_name} with {work.sequence_tokens} tokens a sample fits into {total:.0f} GiB a GPU: "
+            f"{_would_fit(count, kind, model, work)}"
         )
     return found
+
+
+def _would_fit(count: int, kind: str, model: Model, work: PlannedStep) -> str:
+    """Say which larger machines would do: the smallest of each kind."""
+    larger = {k: range(count + 1 if k == kind else 1, MOST_GPUS + 1) for k in sorted(GPU_KINDS, key=lambda k: (k != kind, k))}
+    enough = [
+        f"{n}x{k}"
+        for k, numbers in larger.items()
+        for n in [next((n for n in numbers if any(candidates(n, k, model, work, rates_of(model, k)))), None)]
+        if n
+    ]
+    if enough:
+        return f"{' or '.join(enough)} would do, or fewer tokens a sample"
+    return f"nor does one on {MOST_GPUS} GPUs of any known kind; take fewer tokens a sample, or a smaller model"
 
 
 def best_of(fitting: Iterator[Candidate], rates: Rates) -> MachinePlan:

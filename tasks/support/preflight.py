@@ -83,6 +83,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     _check_layout(config.trainer, architecture)
     if connection.is_set():
         connection.check_installed()
+        connection.check_engine(config.engine)
         cluster.check_mode(config.trainer)
     _check_served_targets(config, architecture)
     _check_reload(config, architecture)
@@ -109,11 +110,11 @@ def _check_gpus(config: RunConfig) -> None:
     if devices.device() == "cpu":
         return
     here = nvml.numbers()
-    # On a cluster the trainer's ranks are laid out over the nodes that live when it starts.
-    on_this_node = 1 if connection.is_set() else config.trainer.num_processes
+    # On a cluster ranks and engine servers are laid out over the nodes that live when they start.
+    is_alone = not connection.is_set()
     for field, wanted, given, name in (
-        ("engine.tensor_parallel", config.engine.tensor_parallel, settings().engine_gpus, "RATCHET_ENGINE_GPUS"),
-        ("trainer.num_processes", on_this_node, settings().trainer_gpus, "RATCHET_TRAINER_GPUS"),
+        ("engine.tensor_parallel", config.engine.tensor_parallel if is_alone else 1, settings().engine_gpus, "RATCHET_ENGINE_GPUS"),
+        ("trainer.num_processes", config.trainer.num_processes if is_alone else 1, settings().trainer_gpus, "RATCHET_TRAINER_GPUS"),
     ):
         if missing := set(given) - set(here):
             raise ValueError(f"{name} names GPU {min(missing)}; this process may use {', '.join(map(str, here))}")
@@ -121,6 +122,12 @@ def _check_gpus(config: RunConfig) -> None:
             raise ValueError(
                 f"{field} asks for {wanted} GPUs of this machine, there are {len(given or here)}: lower it, or give it more"
             )
+    shared, share = devices.replicas_per_gpu(config.engine), config.engine.memory_fraction
+    if config.engine.kind != "scripted" and shared > 1 and shared * share >= 1:
+        raise ValueError(
+            f"engine.replicas {config.engine.replicas} of {config.engine.tensor_parallel} GPUs on {len(settings().engine_gpus or here)}: {shared} "
+            f"share a GPU, and each would take engine.memory_fraction {share:g} of it: set that below {1 / shared:.2f}, or take fewer replicas"
+        )
 
 
 def _check_age(config: RunConfig, plan: ColocationPlan) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from infra.cluster import connection, node_agent, nodes
 from infra.cluster.nodes import ClusterNode, Placement
-from infra.config import TrainerConfig
-from infra.failures import EngineUnavailable, NodeLost, NoNodesForRanks, TrainerLost, TrainerNodeLost, TrainingFailed, classify
+from infra.config import EngineConfig, TrainerConfig
+from infra.failures import EngineUnavailable, NodeLost, NoNodeForEngine, NoNodesForRanks, TrainerLost, TrainerNodeLost, TrainingFailed, classify
 from infra.megatron.protocol.job import TrainJob
 from infra.processes import gpu_lock
 from infra.processes.children import ProcessRef
@@ -127,6 +127,40 @@ def test_a_replica_of_a_lost_node_is_refused_where_no_gpu_is_left() -> None:
         EngineUnavailable, match=r"replica 1 of the engine has no node.*when there are more, or set engine.replicas to auto"
     ):
         placement.of(1, 2)
+
+
+def test_as_many_replicas_as_fit_become_fewer_and_those_that_are_left_take_the_places_of_the_others() -> None:
+    first, second = node(1, 4), node(2, 4)
+    placement = Placement([first, second])
+    assert placement.fitted(2) == 4
+    places = [placement.of(replica, 2) for replica in range(4)]
+    agent(second).is_lost = True  # which nobody has noticed yet
+    assert placement.fitted(2) == 2 and second.is_lost
+    assert placement.of(0, 2) == places[0]
+    assert placement.of(1, 2)[:2] == (first, 1), "the place of replica 2, which there is no more"
+    assert placement.fitted(8) == 1, "one that fits nowhere says so when it is placed"
+
+
+def test_a_replica_of_as_many_as_fit_without_a_node_is_a_lost_node_and_the_next_attempt_has_fewer() -> None:
+    first, second = node(1, 2), node(2, 2)
+    placement = Placement([first, second])
+    assert placement.fitted(2) == 2
+    placement.of(0, 2)
+    lose(second)
+    with pytest.raises(NodeLost, match=r"^replica 1 of the engine has no node any more: 2 free GPUs are needed on one") as raised:
+        placement.of(1, 2)
+    assert classify(raised.value).num_attempts > 1
+    assert placement.fitted(2) == 1
+    lose(first)
+    with pytest.raises(NoNodeForEngine, match=r"^replica 0 of the engine has no node"):
+        placement.of(0, 2)
+
+
+def test_without_gpus_as_many_replicas_as_nodes_fit_and_at_most_so_many_as_there_may_be() -> None:
+    found = [node(number) for number in range(70)]
+    assert Placement(found[:3]).fitted(1) == 3
+    assert Placement(found[:5], nodes_per_replica=2, trusted_network="10.0.0.0/24").fitted(2) == 2
+    assert Placement(found).fitted(1) == EngineConfig(replicas=64).replicas
 
 
 def spread_over(placement: Placement, replica: int, gpus: int) -> list[tuple[str, int]]:

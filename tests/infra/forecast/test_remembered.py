@@ -55,6 +55,23 @@ def test_rates_are_those_of_each_gpu() -> None:
     assert (found.running, found.engine_tokens_per_s, found.trainer_rows_per_s) == (4, 25, 25)
 
 
+def test_replicas_that_the_machine_decides_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = changed(CONFIG, ["engine.replicas=auto"])
+    for name in ("ENGINE", "TRAINER"):
+        monkeypatch.setenv(f"RATCHET_{name}_GPUS", "[0, 1, 2, 3]")
+    settings.cache_clear()
+    found = medians(config, [step(), step()])
+    assert found is not None and (found.running, found.engine_tokens_per_s) == (2, 25)
+    assert layout_key(config.engine, config.trainer).startswith("engine 4 x TP 1;")
+
+
+def test_replicas_that_a_cluster_s_nodes_decide_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_CLUSTER_ADDRESS", "10.0.0.1:6379")
+    settings.cache_clear()
+    remember(changed(CONFIG, ["engine.replicas=auto"]), HALF, [step(), step()])
+    assert measured_of(CONFIG, HALF) == {}
+
+
 def test_one_step_alone_is_not_remembered(workspace: Path) -> None:
     remember(CONFIG, HALF, [step()])
     remember(CONFIG, HALF, [step(), {"time/step_s": 1.0}])  # a rollout that was taken over measured nothing

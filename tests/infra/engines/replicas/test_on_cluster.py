@@ -16,6 +16,7 @@ from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines import open_engine
 from infra.engines.interface import Engine, RolloutRequest
+from infra.engines.replicas.replica_set import ReplicaSet
 from infra.engines.server import server_process
 from infra.failures import EngineUnavailable, NodeLost
 from infra.processes import children, lock_folder
@@ -109,6 +110,26 @@ def test_the_death_of_a_node_ends_its_programs_and_the_other_node_makes_its_samp
     again = server_process.recorded(second.replica)
     assert again is not None and again.node == first.node, "the replica was started again on the node that is left"
     assert sampled(engine, adapter) == undisturbed
+
+
+def test_as_many_replicas_as_nodes_become_fewer_when_one_is_lost_between_two_rollouts(
+    cluster: Any, engine_config: EngineConfig, scripted_adapter: MakeAdapter
+) -> None:
+    add_node(cluster, "127.0.0.2")
+    adapter, config = scripted_adapter(1), engine_config.but(kind="sglang", replicas="auto", request_timeout_s=20)
+    engine = ready(config, adapter)
+    states = server_process.all_recorded()
+    assert len(states) == 2 and {state.node.partition("#")[0] for state in states} == {"127.0.0.1", "127.0.0.2"}
+    undisturbed = sampled(engine, adapter)
+    second = next(state for state in states if state.node.startswith("127.0.0.2"))
+    os.kill(connection.node_of(second.node).call(os.getppid), signal.SIGKILL)
+    assert gone_within(30, {second.process.pid})
+
+    again = ready(config, adapter)
+    (left,) = server_process.all_recorded()
+    assert left.node.startswith("127.0.0.1#") and not isinstance(again, ReplicaSet)
+    assert left in states, "that of the node that is left was adopted"
+    assert sampled(again, adapter) == undisturbed
 
 
 def test_a_killed_part_of_a_replica_over_two_nodes_ends_its_rollout_and_the_next_launch_makes_the_same(
