@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 PLACE_TIMEOUT_S = 600.0
 """Seconds to wait for nodes that other runs have reserved."""
 LOOK_S = 15.0
+PING_S = 60.0
+"""Seconds after which an agent that does not answer is asked whether it is there, and as long again until it counts as lost."""
 AGENT_THREADS = 64
 """Calls that an agent answers at a time; waits for a release take one each."""
 MISSING = "a cluster needs Ray, which is not installed: `python3 infra/setup/bootstrap.py --ray` or `pip install 'ratchet[ray]'` installs it"
@@ -274,11 +276,22 @@ class _RayAgent:
         return result
 
     def _result(self, call: Any) -> Any:
+        while True:
+            try:
+                return self.ray.get(call, timeout=PING_S)
+            except self.ray.exceptions.GetTimeoutError:
+                self._check_answers()  # Ray watches nodes and processes, not whether a process does anything
+            except self.ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            except self.ray.exceptions.RayError as error:
+                raise NodeLost(f"node {self.address} is lost: {_first_line(error)}") from error
+
+    def _check_answers(self) -> None:
         try:
-            return self.ray.get(call)
-        except self.ray.exceptions.RayTaskError as error:
-            raise error.cause from None
+            self.ray.get(self.actor.call.remote(node_agent.ping, (), {}), timeout=PING_S)
         except self.ray.exceptions.RayError as error:
+            if isinstance(error, self.ray.exceptions.GetTimeoutError):
+                raise NodeLost(f"node {self.address} is lost: its agent has not answered for {2 * PING_S:g} s") from error
             raise NodeLost(f"node {self.address} is lost: {_first_line(error)}") from error
 
     def end(self) -> None:

@@ -138,8 +138,9 @@ class Placement:
         return any(node.num_gpus for node in self.nodes)
 
     def fitted(self, gpus: int) -> int:
-        """Return the number of replicas with engine.replicas auto, 1 to MAX_REPLICAS: as many as the living nodes have room for, of nodes without GPUs one
-        each. Those above it give their places back. Nodes are asked first, as one may have died unseen. Raises ValueError as `of` does."""
+        """Return the number of replicas with engine.replicas auto, 1 to MAX_REPLICAS: as many as the living nodes have room for, or one on each
+        node without GPUs. Those above it give their places back. Nodes are asked first, as one may have died unseen. Raises ValueError as `of` does.
+        """
         for node in self.living:
             with suppress(NodeLost):
                 node.call(node_agent.ping)

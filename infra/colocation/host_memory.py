@@ -41,7 +41,8 @@ def held(
 ) -> dict[str, int]:
     """Bytes of the host that are held while the engine sleeps, by what holds them.
 
-    Each replica of the engine has a copy of its own; of a cluster's one is counted, as they are spread over its nodes. A sleeping trainer's weights count where trainer.sleep_weights asks for a copy; by itself it makes one only where there is room.
+    Each replica of the engine has a copy of its own; of a cluster's one is counted, as they are spread over its nodes. A sleeping trainer's
+    weights count where trainer.sleep_weights asks for a copy; by itself it makes one only where there is room.
 
     files_bytes: Of the model's files in memory. judge_bytes: Of a sleeping judge's copy of its weights.
     """

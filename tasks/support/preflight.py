@@ -113,8 +113,18 @@ def _check_gpus(config: RunConfig) -> None:
     # On a cluster ranks and engine servers are laid out over the nodes that live when they start.
     is_alone = not connection.is_set()
     for field, wanted, given, name in (
-        ("engine.tensor_parallel", config.engine.tensor_parallel if is_alone else 1, settings().engine_gpus, "RATCHET_ENGINE_GPUS"),
-        ("trainer.num_processes", config.trainer.num_processes if is_alone else 1, settings().trainer_gpus, "RATCHET_TRAINER_GPUS"),
+        (
+            "engine.tensor_parallel",
+            config.engine.tensor_parallel if is_alone else 1,
+            settings().engine_gpus,
+            "RATCHET_ENGINE_GPUS",
+        ),
+        (
+            "trainer.num_processes",
+            config.trainer.num_processes if is_alone else 1,
+            settings().trainer_gpus,
+            "RATCHET_TRAINER_GPUS",
+        ),
     ):
         if missing := set(given) - set(here):
             raise ValueError(f"{name} names GPU {min(missing)}; this process may use {', '.join(map(str, here))}")

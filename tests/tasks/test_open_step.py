@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from shared import write_manifest
@@ -22,6 +23,7 @@ from infra.store.files import read_json, run_id, write_json
 from infra.store.layout import run_folder
 from tasks import draw_prompts
 from tasks.open_step import open_step
+from tasks.support import preflight
 from tasks.support.preflight import check, check_evaluation, check_run, open_run
 
 
@@ -405,6 +407,57 @@ def test_gpus_that_are_not_there_are_not_asked_for(
     settings.cache_clear()
     sections = {name: getattr(config, name).but(**fields) for name, fields in changes.items()}
     assert refusal_of(config.but(**sections)).startswith(message)
+
+
+def test_an_engine_that_is_larger_than_a_node_of_a_cluster_is_left_to_its_placement(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "device", lambda: "cuda")
+    monkeypatch.setattr(nvml, "numbers", lambda: (0, 1))
+    large = config.but(engine=EngineConfig(kind="sglang", tensor_parallel=4))
+    with pytest.raises(ValueError, match=r"^engine.tensor_parallel asks for 4 GPUs of this machine, there are 2"):
+        preflight._check_gpus(large)
+    monkeypatch.setenv("RATCHET_CLUSTER_ADDRESS", "10.0.0.1:6379")
+    settings.cache_clear()
+    preflight._check_gpus(large)
+
+
+def test_replicas_that_would_share_a_gpu_that_has_no_room_for_them_are_refused(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "device", lambda: "cuda")
+    monkeypatch.setattr(nvml, "numbers", lambda: (0, 1))
+    crowded = EngineConfig(kind="sglang", replicas=4)
+    with pytest.raises(
+        ValueError,
+        match=r"^engine.replicas 4 of 1 GPUs on 2: 2 share a GPU, and each would take engine.memory_fraction 0.8 of it: set that below 0.50",
+    ):
+        preflight._check_gpus(config.but(engine=crowded))
+    preflight._check_gpus(config.but(engine=crowded.but(memory_fraction=0.45)))
+    preflight._check_gpus(config.but(engine=crowded.but(replicas="auto")))
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (
+            {"tensor_parallel": 3},
+            "engine.tensor_parallel 3 with RATCHET_CLUSTER_ENGINE_NODES 2: each node has to get as many GPUs",
+        ),
+        (
+            {"tensor_parallel": 2, "kind": "vllm"},
+            "engine.kind 'vllm' with RATCHET_CLUSTER_ENGINE_NODES 2: only sglang can be over several nodes",
+        ),
+    ],
+)
+def test_an_engine_that_cannot_be_over_the_nodes_that_were_set_is_refused_without_the_cluster(
+    monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], message: str
+) -> None:
+    for name, value in (("ADDRESS", "10.0.0.1:6379"), ("ENGINE_NODES", "2"), ("TRUSTED_NETWORK", "10.0.0.0/24")):
+        monkeypatch.setenv(f"RATCHET_CLUSTER_{name}", value)
+    settings.cache_clear()
+    with pytest.raises(ValueError, match=f"^{message}"):
+        connection.check_engine(EngineConfig(**engine))
 
 
 def test_sampling_ahead_where_engine_and_trainer_take_turns_is_refused(config: RunConfig) -> None:

@@ -9,7 +9,16 @@ import pytest
 from infra.cluster import connection, node_agent, nodes
 from infra.cluster.nodes import ClusterNode, Placement
 from infra.config import EngineConfig, TrainerConfig
-from infra.failures import EngineUnavailable, NodeLost, NoNodeForEngine, NoNodesForRanks, TrainerLost, TrainerNodeLost, TrainingFailed, classify
+from infra.failures import (
+    EngineUnavailable,
+    NodeLost,
+    NoNodeForEngine,
+    NoNodesForRanks,
+    TrainerLost,
+    TrainerNodeLost,
+    TrainingFailed,
+    classify,
+)
 from infra.megatron.protocol.job import TrainJob
 from infra.processes import gpu_lock
 from infra.processes.children import ProcessRef

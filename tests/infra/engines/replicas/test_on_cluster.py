@@ -132,6 +132,27 @@ def test_as_many_replicas_as_nodes_become_fewer_when_one_is_lost_between_two_rol
     assert sampled(again, adapter) == undisturbed
 
 
+def test_a_node_whose_agent_does_not_answer_is_lost(
+    cluster: Any, engine_config: EngineConfig, scripted_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_node(cluster, "127.0.0.2")
+    adapter = scripted_adapter(1)
+    engine = ready(engine_config.but(kind="sglang", replicas=2, request_timeout_s=20), adapter)
+    undisturbed = sampled(engine, adapter)
+    _, second = connection.living()
+    monkeypatch.setattr(connection, "PING_S", 2.0)
+    assert second.call(time.sleep, 5) is None, "a call may take longer, as long as the agent answers"
+    agent = second.call(os.getpid)
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        with pytest.raises(NodeLost, match=r"^node 127\.0\.0\.2 is lost: its agent has not answered for 4 s$"):
+            second.call(node_agent.ping)
+        assert sampled(engine, adapter) == undisturbed
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    assert gone_within(30, {agent}), "an agent that was given up ends when it goes on"
+
+
 def test_a_killed_part_of_a_replica_over_two_nodes_ends_its_rollout_and_the_next_launch_makes_the_same(
     cluster: Any,
     engine_config: EngineConfig,
