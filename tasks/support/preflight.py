@@ -19,7 +19,7 @@ from infra.gateway.rendering.admission import renderer_of
 from infra.machine import devices, nvml
 from infra.mirror import copying
 from infra.models import base_model
-from infra.models.architecture import Architecture, layout_problem, read_architecture
+from infra.models.architecture import Architecture, layout_problem, read_architecture, serving_problem
 from infra.runs import start_adapter
 from infra.runs.foreign_adapters import judge_adapter
 from infra.runs.opening import open_config
@@ -81,6 +81,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
         prompts.check_lengths(config.training, folder)
         prompts.check_repeats(config.training, folder, num_steps=config.num_steps, seed=config.seed)
     _check_layout(config.trainer, architecture)
+    _check_serving(config, architecture)
     if connection.is_set():
         connection.check_installed()
         connection.check_engine(config.engine)
@@ -228,6 +229,13 @@ def _check_layout(trainer: TrainerConfig, architecture: Architecture) -> None:
     )
     if problem:
         raise ValueError(f"trainer: {problem}")
+
+
+def _check_serving(config: RunConfig, architecture: Architecture) -> None:
+    """On a CPU SGLang pads heads and widths, so any number does."""
+    problem = serving_problem(architecture, config.engine.tensor_parallel)
+    if problem and devices.device() == "cuda" and config.engine.kind != "scripted":
+        raise ValueError(f"engine.tensor_parallel {config.engine.tensor_parallel} {problem}")
 
 
 def open_run(config: RunConfig, *, nothing_committed: Literal["refuse", "begin again", "leave"] = "refuse") -> None:

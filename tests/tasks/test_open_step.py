@@ -15,6 +15,8 @@ from infra.config import ATTENTION, DataConfig, EngineConfig, RewardConfig, RunC
 from infra.data import prompts
 from infra.engines.vllm import engine as vllm
 from infra.machine import devices, nvml
+from infra.models import base_model
+from infra.models.architecture import read_architecture
 from infra.models.base_model import SUPPORTED
 from infra.records import AdapterVersion, File, Step
 from infra.runs.lineage import adapter_at, next_step
@@ -420,6 +422,15 @@ def test_an_engine_that_is_larger_than_a_node_of_a_cluster_is_left_to_its_placem
     monkeypatch.setenv("RATCHET_CLUSTER_ADDRESS", "10.0.0.1:6379")
     settings.cache_clear()
     preflight._check_gpus(large)
+
+
+def test_an_engine_that_cannot_split_the_model_is_refused_on_gpus(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = config.but(engine=EngineConfig(kind="sglang", tensor_parallel=3))
+    architecture = read_architecture(base_model.locate(config.model))
+    preflight._check_serving(asked, architecture)
+    monkeypatch.setattr(devices, "device", lambda: "cuda")
+    with pytest.raises(ValueError, match=r"^engine.tensor_parallel 3 does not divide the model \(.*\); 1, 2, .* would"):
+        preflight._check_serving(asked, architecture)
 
 
 def test_replicas_that_would_share_a_gpu_that_has_no_room_for_them_are_refused(
