@@ -132,10 +132,11 @@ class Settings(BaseSettings):
                 f"RATCHET_CLUSTER_ENGINE_NODES {self.cluster_engine_nodes} is more than RATCHET_CLUSTER_NODES {self.cluster_nodes}: lower the "
                 "one, or raise the other"
             )
-        if self.cluster_address and self.is_split:
+        if self.cluster_address and (self.engine_gpus or self.trainer_gpus):
             raise ValueError(
                 f"RATCHET_CLUSTER_ADDRESS {self.cluster_address} with RATCHET_ENGINE_GPUS {list(self.engine_gpus)} and RATCHET_TRAINER_GPUS "
-                f"{list(self.trainer_gpus)}: on a cluster engine and trainer share each node's GPUs, leave both out"
+                f"{list(self.trainer_gpus)}: on a cluster engine and trainer share all GPUs that each node's Ray has, leave both out "
+                "(CUDA_VISIBLE_DEVICES at `ray start` gives it fewer)"
             )
         return self
 

@@ -127,6 +127,11 @@ def check_own_gpus(config: RunConfig) -> None:
     """
     if settings().is_split or config.engine.kind == "scripted":
         return
+    if settings().cluster_address:
+        raise ValueError(
+            f"engine.colocation 'separate_gpus' with RATCHET_CLUSTER_ADDRESS {settings().cluster_address}: on a cluster engine and trainer share "
+            "each node's GPUs, take 'auto'"
+        )
     first, num_engine = config.trainer.first_gpu, devices.num_replicas(config.engine) * config.engine.tensor_parallel
     if not first:
         raise ValueError(

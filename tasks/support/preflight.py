@@ -143,10 +143,12 @@ def _check_gpus(config: RunConfig) -> None:
 
 def _check_age(config: RunConfig, plan: ColocationPlan) -> None:
     max_staleness, is_free = config.trainer.loss.correction.max_staleness, plan == "keep_weights" and devices.device() == "cpu"
+    # On a cluster they cannot have GPUs of their own.
+    cure = "" if connection.is_set() else "give each GPUs of its own (RATCHET_ENGINE_GPUS, RATCHET_TRAINER_GPUS), or "
     if max_staleness and plan != "separate_gpus" and not is_free:
         raise ValueError(
             f"trainer.loss.correction.max_staleness {max_staleness} has the engine sample while the trainer works, with colocation plan {plan!r} "
-            "they take turns: give each GPUs of its own (RATCHET_ENGINE_GPUS, RATCHET_TRAINER_GPUS), or set it to 0"
+            f"they take turns: {cure}set it to 0"
         )
 
 

@@ -57,6 +57,7 @@ def test_another_address_of_a_cluster_is_refused(address: str) -> None:
             "RATCHET_CLUSTER_ENGINE_NODES 4 is more than RATCHET_CLUSTER_NODES 2",
         ),
         ({"cluster_address": "auto", "engine_gpus": (0,), "trainer_gpus": (1,)}, r"RATCHET_ENGINE_GPUS \[0\] .* leave both out"),
+        ({"cluster_address": "auto", "engine_gpus": (0,), "trainer_gpus": (0,)}, r"RATCHET_ENGINE_GPUS \[0\] .* leave both out"),
     ],
 )
 def test_settings_that_do_not_go_with_a_cluster_are_one_line(given: dict[str, object], said: str) -> None:

@@ -475,7 +475,21 @@ def test_sampling_ahead_where_engine_and_trainer_take_turns_is_refused(config: R
     loss = config.trainer.loss.but(correction={"mode": "decoupled", "kind": "tis", "max_staleness": 1})
     ahead = config.but(trainer=config.trainer.but(loss=loss))
     assert refusal_of(ahead.but(engine=EngineConfig(colocation="reload"))).startswith(
-        "trainer.loss.correction.max_staleness 1 has the engine sample while the trainer works, with colocation plan 'reload' they take turns"
+        "trainer.loss.correction.max_staleness 1 has the engine sample while the trainer works, with colocation plan 'reload' they "
+        "take turns: give each"
+    )
+
+
+def test_on_a_cluster_nothing_has_gpus_of_its_own(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = config.trainer.loss.but(correction={"mode": "decoupled", "kind": "tis", "max_staleness": 1})
+    ahead = config.but(trainer=config.trainer.but(loss=loss))
+    monkeypatch.setenv("RATCHET_CLUSTER_ADDRESS", "10.0.0.1:6379")
+    settings.cache_clear()
+    with pytest.raises(ValueError, match=r"with colocation plan 'reload' they take turns: set it to 0$"):
+        preflight._check_age(ahead, "reload")
+    layout = {"engine": EngineConfig(colocation="separate_gpus"), "trainer": config.trainer.but(first_gpu=1)}
+    assert refusal_of(config.but(**layout)).startswith(
+        "engine.colocation 'separate_gpus' with RATCHET_CLUSTER_ADDRESS 10.0.0.1:6379: on a cluster engine and trainer share each node's GPUs"
     )
 
 
