@@ -154,9 +154,9 @@ def test_a_layout_that_does_not_fit_says_which_would(fields: dict[str, Any], lay
         ({}, 4, None),  # each key-value head twice
         ({}, 3, "does not divide the model (4 heads, 2 key-value heads, ffn 128); 1, 2, 4 would"),
         (
-            {"num_attention_heads": 12, "num_key_value_heads": 4},
+            {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 120},
             3,
-            "does not divide the model (12 heads, 4 key-value heads, ffn 128); 1, 2, 4 would",
+            "does not divide the model (12 heads, 4 key-value heads, ffn 120); 1, 2, 4, 12 would",
         ),
         ({"intermediate_size": 126}, 4, "does not divide the model (4 heads, 2 key-value heads, ffn 126); 1, 2 would"),
     ],
