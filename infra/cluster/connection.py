@@ -8,6 +8,7 @@ A placement group reserves one bundle on each node: a CPU and all GPUs. Either a
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 PLACE_TIMEOUT_S = 600.0
 """Seconds to wait for nodes that other runs have reserved."""
 LOOK_S = 15.0
+CONNECT_TIMEOUT_S = 10.0
 PING_S = 60.0
 """Seconds after which an agent that does not answer is asked whether it is there, and as long again until it counts as lost."""
 AGENT_THREADS = 64
@@ -91,6 +93,25 @@ def check_installed() -> None:
     _ray()
 
 
+def check_there() -> None:
+    """Check that something listens at the address of the cluster, unless this process has joined it: Ray would try for minutes, and ends the process.
+
+    Raises:
+        ValueError: if nothing does.
+    """
+    address = settings().cluster_address
+    if address in (None, "auto") or _connected.cache_info().currsize:
+        return
+    host, _, port = str(address).rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ValueError(
+            f"RATCHET_CLUSTER_ADDRESS {address}: nothing answers there ({error.strerror or error}): start Ray's head (`ray start --head`), or give "
+            "the address of one that runs"
+        ) from error
+
+
 def check_engine(config: EngineConfig) -> None:
     """Check what can be said of an engine's place without the cluster. Raises ValueError, as Placement and the launch would."""
     if num_nodes := settings().cluster_engine_nodes:
@@ -134,6 +155,7 @@ def _join(ray: Any) -> None:
     Raises:
         ValueError: if there is none at the address, or its token is another one. Ray's message is left out: it has several paragraphs.
     """
+    check_there()
     address = settings().cluster_address
     if address == "auto" and (own := head.running()):
         address = own.address

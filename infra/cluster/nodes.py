@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from infra.cluster import node_agent
 from infra.config.sections.engine import MAX_REPLICAS
-from infra.failures import NodeLost, NoNodeForEngine
+from infra.failures import EngineUnavailable, NodeLost, NoNodeForEngine
 from infra.processes.children import ProcessRef
 
 log = logging.getLogger(__name__)
@@ -149,6 +149,9 @@ class Placement:
         with self._lock:
             self.is_fitted = True
             self._slots = {replica: parts for replica, parts in self._slots.items() if replica < count}
+            for replica in range(count):  # in this order: the first ones stay longest, and are on the node of this process
+                with suppress(EngineUnavailable):
+                    self._placed(replica, gpus)
         return count
 
     def room(self, gpus: int) -> int | None:
@@ -186,13 +189,16 @@ class Placement:
             ValueError: if it would be over several nodes, and these are not in a trusted network.
         """
         with self._lock:
-            found = self._slots.get(replica)
-            if found is None or any(node.is_lost for node, _ in found):
-                found = self._free(replica, gpus)
-                self._check_trusted(gpus, [node for node, _ in found])
-                self._slots[replica] = found
-            first, *others = (Slot(*part) for part in found)
+            first, *others = (Slot(*part) for part in self._placed(replica, gpus))
             return first._replace(others=tuple(others))
+
+    def _placed(self, replica: int, gpus: int) -> list[tuple[ClusterNode, int]]:
+        found = self._slots.get(replica)
+        if found is None or any(node.is_lost for node, _ in found):
+            found = self._free(replica, gpus)
+            self._check_trusted(gpus, [node for node, _ in found])
+            self._slots[replica] = found
+        return found
 
     def _free(self, replica: int, gpus: int) -> list[tuple[ClusterNode, int]]:
         taken = [part for number, parts in self._slots.items() if number != replica for part in parts]

@@ -86,6 +86,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
         connection.check_installed()
         connection.check_engine(config.engine)
         cluster.check_mode(config.trainer)
+        connection.check_there()
     _check_served_targets(config, architecture)
     _check_reload(config, architecture)
     _check_gpus(config)

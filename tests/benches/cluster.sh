@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # The same run on a Ray cluster of two nodes: undisturbed, and with one node killed or cut off for 30 s, in a rollout or in a training:
 #   bash tests/benches/cluster.sh FOLDER [CASE ...]
+# In rollout-auto and training-auto there are as many replicas as nodes (engine.replicas auto), and the node is killed.
 # In the cases one-node and spread* one engine is split in two (tensor_parallel 2): on one node, over both, and over both with its part
 # on the second node killed in a rollout. In spread-node and spread-node-back the whole second node is killed, and the run must stop. Then the same
 # command goes on: with both parts on the node that is left, or over both when the second is back. In spread-cut and spread-stop the second node is
-# cut off, or all its processes are stopped, for 30 s, with the same end. In spread-hung its part is stopped and not continued. Digests of these cases must be equal among themselves.
+# cut off, or all its processes are stopped, for 30 s, with the same end. In spread-hung its part is stopped and not continued.
+# Digests of these cases must be equal among themselves.
 # The nodes are two network namespaces of this machine, joined by a pair of virtual interfaces (needs root), with one workspace folder.
 # Real parts on a CPU, minutes a case. Prints the digests of each run's adapters; they must be equal.
 source "$(dirname "$0")/in_folder.sh"
@@ -115,6 +117,7 @@ for case in "${CASES[@]}"; do
   engine=(--engine.replicas 2)
   unset RATCHET_CLUSTER_ENGINE_NODES RATCHET_CLUSTER_TRUSTED_NETWORK
   case $case in
+    *-auto) engine=(--engine.replicas auto) ;;
     one-node) engine=(--engine.tensor_parallel 2) ;;
     spread*)
       engine=(--engine.tensor_parallel 2)
@@ -125,8 +128,8 @@ for case in "${CASES[@]}"; do
   start=$SECONDS
   step=$RATCHET_WORKSPACE/runs/far/steps/00000$STRIKE
   case $case in
-    rollout) until_file_has 2 "$step/samples.journal"; kill_node ;;
-    training) until_file_has 1 "$step/train/trainer.log"; kill_node ;;
+    rollout | rollout-auto) until_file_has 2 "$step/samples.journal"; kill_node ;;
+    training | training-auto) until_file_has 1 "$step/train/trainer.log"; kill_node ;;
     spread) until_file_has 2 "$step/samples.journal"; echo "$case: the engine listens on $(listening $A)and on $(listening $B)" ;;
     spread-part) until_file_has 2 "$step/samples.journal"; signal_part -KILL ;;
     spread-node) until_file_has 2 "$step/samples.journal"; kill_node; has_stopped; unset RATCHET_CLUSTER_ENGINE_NODES; start_run ;;

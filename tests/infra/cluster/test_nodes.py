@@ -1,5 +1,7 @@
 """Nodes of a cluster with agents that are calls in this process; only their loss is played. Real: infra/engines/replicas/test_on_cluster.py."""
 
+import re
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from infra.failures import (
     TrainingFailed,
     classify,
 )
+from infra.machine import ports
 from infra.megatron.protocol.job import TrainJob
 from infra.processes import gpu_lock
 from infra.processes.children import ProcessRef
@@ -142,6 +145,7 @@ def test_as_many_replicas_as_fit_become_fewer_and_those_that_are_left_take_the_p
     first, second = node(1, 4), node(2, 4)
     placement = Placement([first, second])
     assert placement.fitted(2) == 4
+    assert placement.of(3, 2)[:2] == (second, 1), "places are given in order, however replicas are started"
     places = [placement.of(replica, 2) for replica in range(4)]
     agent(second).is_lost = True  # which nobody has noticed yet
     assert placement.fitted(2) == 2 and second.is_lost
@@ -278,6 +282,24 @@ def test_nodes_without_gpus_have_lock_folders_by_address_and_by_number_where_the
     monkeypatch.setenv("RATCHET_LOCK_FOLDER", str(workspace / "elsewhere"))
     settings.cache_clear()
     assert connection._lock_folders(found)["a"] == workspace / "elsewhere/nodes/10.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_cluster_that_is_not_there_is_one_line_at_once(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = ports.free_port(16379, host.strip("[]"))
+    monkeypatch.setenv("RATCHET_CLUSTER_ADDRESS", f"{host}:{port}")
+    settings.cache_clear()
+    with pytest.raises(
+        ValueError, match=rf"^RATCHET_CLUSTER_ADDRESS {re.escape(host)}:{port}: nothing answers there \(.*\): start"
+    ):
+        connection.check_there()
+    with pytest.raises(ValueError, match="nothing answers there"):
+        connection._join(None)
+    with socket.create_server((host.strip("[]"), port), family=socket.AF_INET6 if "[" in host else socket.AF_INET):
+        connection.check_there()
+    monkeypatch.setenv("RATCHET_CLUSTER_ADDRESS", "auto")
+    settings.cache_clear()
+    connection.check_there()
 
 
 def test_a_head_without_gpus_is_left_out_and_gives_no_commands(monkeypatch: pytest.MonkeyPatch) -> None:
