@@ -62,7 +62,7 @@ def node_of(key: str) -> Node:
 
 
 def num_replicas(config: EngineConfig) -> int:
-    """Servers that the engine consists of: with engine.replicas auto as many as the living nodes have room for, asked anew at each call."""
+    """Servers that the engine consists of: with engine.replicas auto as many as the living nodes have room for at the moment."""
     if not is_set() or config.replicas is not None:
         return devices.num_replicas(config)
     return placement().fitted(config.tensor_parallel)
