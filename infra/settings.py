@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 from urllib.parse import parse_qs, urlsplit
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ SECRETS = (
 """Variables of the environment that hold secrets; their libraries read them there."""
 SECRET_WORDS = ("password", "token", "secret", "api_key")
 """What names of secrets in an address hold."""
-HOST_PORT = r"^([^:/\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}$"
+HOST_PORT = r"^([^:/\[\]]+|\[[0-9a-fA-F:.]+\]):([0-9]{1,5})$"
 """Pattern of HOST:PORT; an IPv6 address stands in brackets."""
 PREFIX = "RATCHET_"
 NO_SETTINGS = (
@@ -65,7 +65,7 @@ class Settings(BaseSettings):
     """Interpreter of verifiers' own environment; `python3 infra/setup/bootstrap.py --verifiers` makes it. Tasksets are installed there."""
     trainer_python: Path | None = None
     """Interpreter of the trainer program, where Megatron has an environment of its own; None: the one of this process."""
-    cluster_address: str | None = Field(default=None, pattern=rf"^auto$|{HOST_PORT}")
+    cluster_address: str | None = None
     """Ray cluster whose nodes a run uses: HOST:PORT of its head, or auto for the one that `ratchet up --cluster` or Ray started on this machine;
     None: this machine only. docs/how-to/cluster.md."""
     cluster_nodes: int | None = Field(default=None, ge=1)
@@ -122,10 +122,21 @@ class Settings(BaseSettings):
         for name in ("engine_nodes", "trusted_network"):
             if getattr(self, f"cluster_{name}") and not self.cluster_address:
                 raise ValueError(f"RATCHET_CLUSTER_{name.upper()} needs RATCHET_CLUSTER_ADDRESS, such as auto or 10.0.0.1:6379")
-        if self.cluster_address and self.is_split:
+        if (self.cluster_engine_nodes or 1) > 1 and not self.cluster_trusted_network:
+            raise ValueError(
+                f"RATCHET_CLUSTER_ENGINE_NODES {self.cluster_engine_nodes} needs RATCHET_CLUSTER_TRUSTED_NETWORK: an engine over several nodes sends "
+                "pickles over TCP without a password; name the network that only the nodes reach, such as 10.0.0.0/24"
+            )
+        if self.cluster_nodes and (self.cluster_engine_nodes or 1) > self.cluster_nodes:
+            raise ValueError(
+                f"RATCHET_CLUSTER_ENGINE_NODES {self.cluster_engine_nodes} is more than RATCHET_CLUSTER_NODES {self.cluster_nodes}: lower the "
+                "one, or raise the other"
+            )
+        if self.cluster_address and (self.engine_gpus or self.trainer_gpus):
             raise ValueError(
                 f"RATCHET_CLUSTER_ADDRESS {self.cluster_address} with RATCHET_ENGINE_GPUS {list(self.engine_gpus)} and RATCHET_TRAINER_GPUS "
-                f"{list(self.trainer_gpus)}: on a cluster engine and trainer share each node's GPUs, leave both out"
+                f"{list(self.trainer_gpus)}: on a cluster engine and trainer share all GPUs that each node's Ray has, leave both out "
+                "(CUDA_VISIBLE_DEVICES at `ray start` gives it fewer)"
             )
         return self
 
@@ -137,6 +148,25 @@ class Settings(BaseSettings):
                 f"RATCHET_STORE_EVERY_S {seconds:g} is below 1 s: give 1 or more, or 0 for no copies of a step under way"
             )
         return seconds
+
+    @field_validator("cluster_address")
+    @classmethod
+    def _cluster_is_a_place(cls, address: str | None) -> str | None:
+        found = re.match(HOST_PORT, address or "")
+        if address not in (None, "auto") and not (found and 0 < int(found[2]) <= 65535):
+            raise ValueError(
+                f"RATCHET_CLUSTER_ADDRESS {address!r} is neither auto nor HOST:PORT: give that of Ray's head, such as 10.0.0.1:6379 or [fd00::1]:6379"
+            )
+        return address
+
+    @field_validator("engine_gpus", "trainer_gpus")
+    @classmethod
+    def _gpus_are_numbers(cls, gpus: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        if len(set(gpus)) < len(gpus) or min(gpus, default=0) < 0:
+            raise ValueError(
+                f"RATCHET_{str(info.field_name).upper()} {list(gpus)}: give each GPU once, by its number from 0 on, such as [0, 1]"
+            )
+        return gpus
 
     @model_validator(mode="after")
     def _gpus_are_shared_or_apart(self) -> Self:
@@ -252,7 +282,8 @@ def settings() -> Settings:
     except ValidationError as error:
         raise ValueError("; ".join(map(_said_of, error.errors(include_url=False, include_input=False)))) from None
     except SettingsError as error:
-        raise ValueError(f"{error}: lists are JSON, such as [0, 1]") from None
+        field = str(error).partition('"')[2].partition('"')[0]
+        raise ValueError(f"{PREFIX}{field.upper()} is no list in JSON: give one such as [0, 1]") from None
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and not name.startswith(NO_SETTINGS):
             _check_known(name)

@@ -174,7 +174,7 @@ def test_an_address_without_secrets_is_free(uri: str, monkeypatch: pytest.Monkey
         ("RATCHET_PREFECT_PORT", "hunter2", r"^RATCHET_PREFECT_PORT: Input should be a valid integer"),
         ("RATCHET_HOST", "everywhere", r"^RATCHET_HOST 'everywhere' is no IP address"),
         ("RATCHET_CLUSTER_NODES", "2", r"^RATCHET_CLUSTER_NODES 2 needs RATCHET_CLUSTER_ADDRESS"),
-        ("RATCHET_ENGINE_GPUS", "0,1", r'"engine_gpus".*lists are JSON, such as \[0, 1\]'),
+        ("RATCHET_ENGINE_GPUS", "0,1", r"^RATCHET_ENGINE_GPUS is no list in JSON: give one such as \[0, 1\]$"),
         ("RATCHET_HOTS", "hunter2", r"^RATCHET_HOTS is no setting of ours; the nearest is RATCHET_HOST,"),
     ],
 )

@@ -8,6 +8,7 @@ A placement group reserves one bundle on each node: a CPU and all GPUs. Either a
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 
 from infra.cluster import head, node_agent
 from infra.cluster.node_agent import NodeAgent
-from infra.cluster.nodes import HERE, ClusterNode, Node, Placement, Slot, lost
+from infra.cluster.nodes import HERE, ClusterNode, Node, Placement, Slot, check_even, lost
 from infra.config import EngineConfig
 from infra.failures import NodeLost
 from infra.machine import devices
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 PLACE_TIMEOUT_S = 600.0
 """Seconds to wait for nodes that other runs have reserved."""
 LOOK_S = 15.0
+CONNECT_TIMEOUT_S = 10.0
+PING_S = 60.0
+"""Seconds after which an agent that does not answer is asked whether it is there, and as long again until it counts as lost."""
 AGENT_THREADS = 64
 """Calls that an agent answers at a time; waits for a release take one each."""
 MISSING = "a cluster needs Ray, which is not installed: `python3 infra/setup/bootstrap.py --ray` or `pip install 'ratchet[ray]'` installs it"
@@ -58,11 +62,10 @@ def node_of(key: str) -> Node:
 
 
 def num_replicas(config: EngineConfig) -> int:
-    """Servers that the engine consists of: with engine.replicas auto as many as the living nodes have room for."""
+    """Servers that the engine consists of: with engine.replicas auto as many as the living nodes have room for at the moment."""
     if not is_set() or config.replicas is not None:
         return devices.num_replicas(config)
-    room = placement().room(config.tensor_parallel)
-    return max(1, len(placement().living) // placement().spread(config.tensor_parallel) if room is None else room)
+    return placement().fitted(config.tensor_parallel)
 
 
 def living() -> list[ClusterNode]:
@@ -88,6 +91,35 @@ def _connected() -> Placement:
 def check_installed() -> None:
     """Raises ValueError if Ray is not installed."""
     _ray()
+
+
+def check_there() -> None:
+    """Check that something listens at the address of the cluster, unless this process has joined it: Ray would try for minutes, and ends the process.
+
+    Raises:
+        ValueError: if nothing does.
+    """
+    address = settings().cluster_address
+    if address in (None, "auto") or _connected.cache_info().currsize:
+        return
+    host, _, port = str(address).rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ValueError(
+            f"RATCHET_CLUSTER_ADDRESS {address}: nothing answers there ({error.strerror or error}): start Ray's head (`ray start --head`), or give "
+            "the address of one that runs"
+        ) from error
+
+
+def check_engine(config: EngineConfig) -> None:
+    """Check what can be said of an engine's place without the cluster. Raises ValueError, as Placement and the launch would."""
+    if num_nodes := settings().cluster_engine_nodes:
+        check_even(config.tensor_parallel, num_nodes)
+        if num_nodes > 1 and config.kind == "vllm":
+            raise ValueError(
+                f"engine.kind 'vllm' with RATCHET_CLUSTER_ENGINE_NODES {num_nodes}: only sglang can be over several nodes; take it, or unset that"
+            )
 
 
 def _ray() -> Any:
@@ -123,6 +155,7 @@ def _join(ray: Any) -> None:
     Raises:
         ValueError: if there is none at the address, or its token is another one. Ray's message is left out: it has several paragraphs.
     """
+    check_there()
     address = settings().cluster_address
     if address == "auto" and (own := head.running()):
         address = own.address
@@ -266,11 +299,22 @@ class _RayAgent:
         return result
 
     def _result(self, call: Any) -> Any:
+        while True:
+            try:
+                return self.ray.get(call, timeout=PING_S)
+            except self.ray.exceptions.GetTimeoutError:
+                self._check_answers()  # Ray watches nodes and processes, not whether a process does anything
+            except self.ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            except self.ray.exceptions.RayError as error:
+                raise NodeLost(f"node {self.address} is lost: {_first_line(error)}") from error
+
+    def _check_answers(self) -> None:
         try:
-            return self.ray.get(call)
-        except self.ray.exceptions.RayTaskError as error:
-            raise error.cause from None
+            self.ray.get(self.actor.call.remote(node_agent.ping, (), {}), timeout=PING_S)
         except self.ray.exceptions.RayError as error:
+            if isinstance(error, self.ray.exceptions.GetTimeoutError):
+                raise NodeLost(f"node {self.address} is lost: its agent has not answered for {2 * PING_S:g} s") from error
             raise NodeLost(f"node {self.address} is lost: {_first_line(error)}") from error
 
     def end(self) -> None:

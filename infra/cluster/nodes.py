@@ -7,10 +7,13 @@ an earlier process's agent is that of a lost node.
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from ipaddress import ip_address, ip_network
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
-from infra.failures import NodeLost, NoNodeForEngine
+from infra.cluster import node_agent
+from infra.config.sections.engine import MAX_REPLICAS
+from infra.failures import EngineUnavailable, NodeLost, NoNodeForEngine
 from infra.processes.children import ProcessRef
 
 log = logging.getLogger(__name__)
@@ -121,6 +124,8 @@ class Placement:
         """nodes_per_replica: None: as few as have room. trusted_network: Without it no replica is spread over several nodes."""
         self.nodes, self.nodes_per_replica = nodes, nodes_per_replica
         self.trusted = ip_network(trusted_network) if trusted_network else None
+        self.is_fitted = False
+        """Whether the engine has as many replicas as fit: after a loss it may have fewer."""
         self._slots: dict[int, list[tuple[ClusterNode, int]]] = {}
         self._lock = threading.Lock()
 
@@ -131,6 +136,23 @@ class Placement:
     @property
     def _has_gpus(self) -> bool:
         return any(node.num_gpus for node in self.nodes)
+
+    def fitted(self, gpus: int) -> int:
+        """Return the number of replicas with engine.replicas auto, 1 to MAX_REPLICAS: as many as the living nodes have room for, or one on each
+        node without GPUs. Those above it give their places back. Nodes are asked first, as one may have died unseen. Raises ValueError as `of` does.
+        """
+        for node in self.living:
+            with suppress(NodeLost):
+                node.call(node_agent.ping)
+        room = self.room(gpus)
+        count = min(MAX_REPLICAS, max(1, len(self.living) // self.spread(gpus) if room is None else room))
+        with self._lock:
+            self.is_fitted = True
+            self._slots = {replica: parts for replica, parts in self._slots.items() if replica < count}
+            for replica in range(count):  # in this order: the first ones stay longest, and are on the node of this process
+                with suppress(EngineUnavailable):
+                    self._placed(replica, gpus)
+        return count
 
     def room(self, gpus: int) -> int | None:
         """Return how many servers of that many GPUs the living nodes take; None for any number. Raises ValueError as `of` does."""
@@ -151,11 +173,7 @@ class Placement:
             ValueError: if the nodes that were set do not share the GPUs evenly.
         """
         if self.nodes_per_replica is not None:
-            if gpus % self.nodes_per_replica:
-                raise ValueError(
-                    f"engine.tensor_parallel {gpus} with RATCHET_CLUSTER_ENGINE_NODES {self.nodes_per_replica}: each node has to get as many "
-                    "GPUs of a replica as the others, set one to a multiple of the other"
-                )
+            check_even(gpus, self.nodes_per_replica)
             return self.nodes_per_replica
         even = [count for count in range(1, len(self.living) + 1) if gpus % count == 0]
         roomy = {count: [node for node in self.living if not node.num_gpus or node.num_gpus >= gpus // count] for count in even}
@@ -167,17 +185,20 @@ class Placement:
         gpus: GPUs of each server.
 
         Raises:
-            NoNodeForEngine: if the living nodes have no room for it.
+            NoNodeForEngine: if the living nodes have no room for it. NodeLost: the same where the next attempt has fewer replicas.
             ValueError: if it would be over several nodes, and these are not in a trusted network.
         """
         with self._lock:
-            found = self._slots.get(replica)
-            if found is None or any(node.is_lost for node, _ in found):
-                found = self._free(replica, gpus)
-                self._check_trusted(gpus, [node for node, _ in found])
-                self._slots[replica] = found
-            first, *others = (Slot(*part) for part in found)
+            first, *others = (Slot(*part) for part in self._placed(replica, gpus))
             return first._replace(others=tuple(others))
+
+    def _placed(self, replica: int, gpus: int) -> list[tuple[ClusterNode, int]]:
+        found = self._slots.get(replica)
+        if found is None or any(node.is_lost for node, _ in found):
+            found = self._free(replica, gpus)
+            self._check_trusted(gpus, [node for node, _ in found])
+            self._slots[replica] = found
+        return found
 
     def _free(self, replica: int, gpus: int) -> list[tuple[ClusterNode, int]]:
         taken = [part for number, parts in self._slots.items() if number != replica for part in parts]
@@ -191,6 +212,8 @@ class Placement:
             there = ", ".join(f"{node.address} ({node.num_gpus} GPUs)" for node in self.living) or "none"
             where = "one" if count == 1 else f"each of {count}"
             needed = f"{gpus // count} free GPUs are needed on {where}" if self._has_gpus else f"{count} nodes are needed"
+            if replica and self.is_fitted:
+                raise NodeLost(f"replica {replica} of the engine has no node any more: {needed}, living nodes are {there}")
             otherwise = "set engine.replicas to auto" if replica else "lower engine.tensor_parallel"
             otherwise = "lower RATCHET_CLUSTER_ENGINE_NODES" if count == self.nodes_per_replica else otherwise
             raise NoNodeForEngine(
@@ -215,6 +238,15 @@ class Placement:
                     f"node {node.address} is outside RATCHET_CLUSTER_TRUSTED_NETWORK {self.trusted}, which carries the engine over "
                     f"{len(nodes)} nodes: start its Ray with --node-ip-address in that network, or name the network of all nodes"
                 )
+
+
+def check_even(gpus: int, num_nodes: int) -> None:
+    """Raises ValueError if a replica's GPUs cannot be shared evenly by the nodes that were set for it."""
+    if gpus % num_nodes:
+        raise ValueError(
+            f"engine.tensor_parallel {gpus} with RATCHET_CLUSTER_ENGINE_NODES {num_nodes}: each node has to get as many GPUs of a replica as the "
+            "others, set engine.tensor_parallel to a multiple of that"
+        )
 
 
 def lost(key: str) -> Node:

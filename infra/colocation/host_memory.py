@@ -14,6 +14,8 @@ import psutil
 
 from infra.colocation.trainer_memory import Model, num_lora_parameters, trainer_weight_bytes, weight_bytes
 from infra.config import ColocationPlan, EngineConfig, TrainerConfig
+from infra.machine import devices
+from infra.settings import settings
 
 GIB = 2**30
 MAX_SHARE = 0.9
@@ -39,15 +41,17 @@ def held(
 ) -> dict[str, int]:
     """Bytes of the host that are held while the engine sleeps, by what holds them.
 
-    A sleeping trainer's weights count where trainer.sleep_weights asks for a copy; by itself it makes one only where there is room.
+    Each replica of the engine has a copy of its own; of a cluster's one is counted, as they are spread over its nodes. A sleeping trainer's
+    weights count where trainer.sleep_weights asks for a copy; by itself it makes one only where there is room.
 
     files_bytes: Of the model's files in memory. judge_bytes: Of a sleeping judge's copy of its weights.
     """
+    num_engines = 1 if settings().cluster_address else devices.num_replicas(engine)
     is_persistent = trainer.mode == "persistent"
     state = STATE_BYTES * num_lora_parameters(trainer.lora.rank, trainer.lora.target_modules, model.architecture)
     parts = {
         "the model's files in memory": files_bytes,
-        "the sleeping engine's weights": weight_bytes(engine.dtype, model) if plan == "offload" else 0,
+        "the sleeping engine's weights": num_engines * weight_bytes(engine.dtype, model) if plan == "offload" else 0,
         "the sleeping trainer's weights": trainer_weight_bytes(trainer, model) if _has_copy(trainer) else 0,
         "the trainer's adapter and optimizer state": state if is_persistent and trainer.sleep_weights != "disk" else 0,
         "the sleeping judge's weights": judge_bytes,

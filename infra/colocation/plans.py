@@ -58,6 +58,8 @@ class Machine(NamedTuple):
     """Memory of the host that the model's files take; 0 if they lie on a disk."""
     judge_host_bytes: int = 0
     """Memory of the host that the sleeping server of a second model takes."""
+    replicas_per_gpu: int = 1
+    """The most replicas of the engine that share a GPU."""
 
 
 class Colocation(NamedTuple):
@@ -82,7 +84,8 @@ def machine_of(config: RunConfig) -> Machine:
     machine, judge = this_machine(), config.reward.judge
     if not machine.is_gpu:
         return machine
-    machine = machine._replace(model_files_bytes=host_memory.files_in_memory_bytes(base_model.locate(config.model)))
+    files_bytes = host_memory.files_in_memory_bytes(base_model.locate(config.model))
+    machine = machine._replace(model_files_bytes=files_bytes, replicas_per_gpu=devices.replicas_per_gpu(config.engine))
     if not config.reward.has_judge_server:
         return machine
     model, plan_of_judge = model_in(base_model.locate(judge.model)), judge_section.plan_of(judge)
@@ -131,6 +134,11 @@ def check_own_gpus(config: RunConfig) -> None:
     """
     if settings().is_split or config.engine.kind == "scripted":
         return
+    if settings().cluster_address:
+        raise ValueError(
+            f"engine.colocation 'separate_gpus' with RATCHET_CLUSTER_ADDRESS {settings().cluster_address}: on a cluster engine and trainer share "
+            "each node's GPUs, take 'auto'"
+        )
     first, num_engine = config.trainer.first_gpu, devices.num_replicas(config.engine) * config.engine.tensor_parallel
     if not first:
         raise ValueError(
@@ -192,7 +200,7 @@ def _microbatch(config: RunConfig, engine: EngineConfig, trainer: TrainerConfig)
 def left_to_trainer_bytes(engine: EngineConfig, model: Model, machine: Machine) -> int:
     """Memory of each GPU that the engine's colocation plan leaves to the trainer."""
     kept = 0 if engine.colocation == "separate_gpus" else residue_bytes(engine.colocation, engine, model)  # type: ignore[arg-type]
-    return machine.gpu_bytes - kept - machine.judge_bytes
+    return machine.gpu_bytes - machine.replicas_per_gpu * kept - machine.judge_bytes
 
 
 def _mode(config: RunConfig, engine: EngineConfig) -> Literal["per_step", "persistent"]:
@@ -213,7 +221,7 @@ def sleeps_beside(engine: EngineConfig, machine: Machine) -> bool:
 def at_work_bytes(engine: EngineConfig, machine: Machine) -> float:
     """Memory on each of an engine's GPUs while it samples, with what a sleeping judge keeps."""
     residue = ENGINE_RESIDUE_BYTES + (PARALLEL_RESIDUE_BYTES if engine.tensor_parallel > 1 else 0)
-    return engine.memory_fraction * machine.gpu_bytes + residue + machine.judge_bytes
+    return machine.replicas_per_gpu * (engine.memory_fraction * machine.gpu_bytes + residue) + machine.judge_bytes
 
 
 def _with_idle_weights(config: RunConfig, engine: EngineConfig, trainer: TrainerConfig) -> TrainerConfig:
@@ -250,7 +258,7 @@ def choose(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: 
     need = trainer_peak_bytes(trainer, model) + TRAINING_SLACK_BYTES + machine.judge_bytes
     asks = f"the trainer needs about {need / GIB:.0f} GiB of a GPU with {total / GIB:.0f} GiB"
     asks += f", {machine.judge_bytes / GIB:.0f} of them for the judge that sleeps there" if machine.judge_bytes else ""
-    awake, asleep = (residue_bytes(name, engine, model) for name in ("keep_weights", "reload"))
+    awake, asleep = (machine.replicas_per_gpu * residue_bytes(name, engine, model) for name in ("keep_weights", "reload"))
     if need + awake <= total:
         return Plan(
             "keep_weights", f"{asks}, beside it the engine can keep its {awake / GIB:.0f} GiB: only the KV cache is released"

@@ -14,6 +14,7 @@ from infra.colocation.trainer_memory import Model
 from infra.config import CPU_RUNNING_REQUESTS, MOST_RUNNING_REQUESTS, EngineConfig, RunConfig, TrainerConfig
 from infra.forecast.rates import Rates
 from infra.machine import devices
+from infra.settings import settings
 from infra.store.files import read_note, write_json
 from infra.store.layout import Workspace
 
@@ -54,7 +55,7 @@ def layout_key(engine: EngineConfig, trainer: TrainerConfig) -> str:
     t = trainer
     own = ", own GPUs" if engine.colocation == "separate_gpus" else ""
     return (
-        f"engine {engine.replicas or 1} x TP {engine.tensor_parallel}; trainer {t.num_processes}, TP {t.tensor_parallel}, "
+        f"engine {devices.num_replicas(engine)} x TP {engine.tensor_parallel}; trainer {t.num_processes}, TP {t.tensor_parallel}, "
         f"EP {t.expert_parallel}{', recomputed' if t.recompute else ''}{own}"
     )
 
@@ -66,12 +67,12 @@ def measured_of(config: RunConfig, model: Model) -> dict[str, MeasuredRates]:
 
 
 def remember(config: RunConfig, model: Model, steps: Sequence[Mapping[str, float]]) -> None:
-    """Keep a run's medians for the next plan; nothing where too few steps were measured.
+    """Keep a run's medians for the next plan; nothing where too few steps were measured, or where replicas came and went with a cluster's nodes.
 
     steps: Figures of the steps in order, the first one of the process among them.
     """
     found = medians(config, steps)
-    if found is None:
+    if found is None or (config.engine.replicas is None and settings().cluster_address):
         return
     notes = read_note(Workspace.here().rates, dict[str, dict[str, MeasuredRates]]) or {}
     notes.setdefault(_key(config, model), {})[layout_key(config.engine, config.trainer)] = found
@@ -85,8 +86,9 @@ def medians(config: RunConfig, steps: Sequence[Mapping[str, float]]) -> Measured
     counted = [each for each in steps[FIRST_COUNTED:] if all(each.get(name, 0) > 0 for name in wanted)]
     if not counted:
         return None
-    replicas, t = config.engine.replicas or 1, config.trainer
+    replicas, t = devices.num_replicas(config.engine), config.trainer
     most = CPU_RUNNING_REQUESTS if devices.device() == "cpu" else MOST_RUNNING_REQUESTS
+    hand_over = _median(counted, "gpu_idle/to_training_s", "gpu_idle/to_sampling_s")
     samples = median(each["rollout/output_tokens"] / each["rollout/mean_output_tokens"] for each in counted)
     return MeasuredRates(
         run=config.name,
@@ -95,7 +97,7 @@ def medians(config: RunConfig, steps: Sequence[Mapping[str, float]]) -> Measured
         engine_tokens_per_s=median(each["rollout/tokens_per_s"] for each in counted) / replicas / config.engine.tensor_parallel,
         trainer_rows_per_s=median(_rows(config, each) / each["time/train_s"] for each in counted) / t.num_processes,
         mean_output_tokens=median(each["rollout/mean_output_tokens"] for each in counted),
-        hand_over_s=_median(counted, "gpu_idle/to_training_s", "gpu_idle/to_sampling_s"),
+        hand_over_s=hand_over if (hand_over or 0) > 0 else None,  # below 0: rollouts ran beside the training
         other_s=median(max(0.0, each["time/step_s"] - each["time/roll_out_s"] - each["time/train_s"]) for each in counted),
         trainer_peak_gib=max(each.get("memory/training_gib", 0.0) for each in counted),
         engine_gib=_median(counted, "memory/engine_inference_gib"),

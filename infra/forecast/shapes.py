@@ -60,7 +60,9 @@ def gpus_in(text: str) -> tuple[int, str]:
     if kind.upper() not in GPU_KINDS:
         raise ValueError(f"--gpus {text}: GPU kind {kind!r} is not known; known are {', '.join(GPU_KINDS)}, such as 8xH100")
     if not count.isdecimal() or not 1 <= int(count) <= MOST_GPUS:
-        raise ValueError(f"--gpus {text}: the number of GPUs must be 1 to {MOST_GPUS}, those of one machine")
+        raise ValueError(
+            f"--gpus {text}: the number of GPUs must be 1 to {MOST_GPUS}, those of one machine, such as 8x{kind.upper()}"
+        )
     return int(count), kind.upper()
 
 

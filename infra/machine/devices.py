@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from infra.config import ColocationPlan, EngineConfig, TrainerConfig
+from infra.config.sections.engine import MAX_REPLICAS
 from infra.machine import nvml
 from infra.settings import settings
 
@@ -42,12 +43,12 @@ def num_replicas(config: EngineConfig) -> int:
     """Servers that the engine consists of on this machine."""
     if config.replicas is not None:
         return config.replicas
-    return max(1, len(settings().engine_gpus or nvml.numbers()) // config.tensor_parallel)
+    return min(MAX_REPLICAS, max(1, len(settings().engine_gpus or nvml.numbers()) // config.tensor_parallel))
 
 
 def replicas_per_gpu(config: EngineConfig) -> int:
-    """The most replicas that share one of the engine's GPUs; 1 on a CPU."""
-    num_gpus = len(settings().engine_gpus or nvml.numbers())
+    """The most replicas that share one of the engine's GPUs; 1 on a CPU, and on a cluster, where none is shared."""
+    num_gpus = 0 if settings().cluster_address else len(settings().engine_gpus or nvml.numbers())
     return -(-num_replicas(config) * config.tensor_parallel // num_gpus) if num_gpus else 1
 
 

@@ -265,6 +265,23 @@ def layout_problem(
     return None
 
 
+def serving_problem(a: Architecture, tensor_parallel: int) -> str | None:
+    """Why an engine cannot split this model over that many GPUs, with the numbers that would do; None if it can.
+
+    As SGLang and vLLM have it: heads and widths are split evenly, and key-value heads too or each has as many copies (SGLang 0.5.18,
+    models/qwen2.py).
+    """
+    ffn = a.experts.ffn_size if a.experts else a.ffn_size
+
+    def fits(size: int) -> bool:
+        return not (a.num_heads % size or ffn % size or (a.num_kv_heads % size and size % a.num_kv_heads))
+
+    if fits(tensor_parallel):
+        return None
+    would = ", ".join(str(size) for size in range(1, a.num_heads + 1) if fits(size))
+    return f"does not divide the model ({a.num_heads} heads, {a.num_kv_heads} key-value heads, ffn {ffn}); {would} would"
+
+
 def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 

@@ -14,7 +14,7 @@ from infra.config import MOST_RUNNING_REQUESTS, EngineConfig, LoraConfig, Traine
 from infra.forecast.fit import Training, peak_bytes
 from infra.forecast.rates import Rates, rates_of
 from infra.forecast.remembered import layout_key
-from infra.forecast.shapes import GPU_KINDS, gpus_in, model_of
+from infra.forecast.shapes import GPU_KINDS, MOST_GPUS, gpus_in, model_of
 from infra.models.architecture import layout_problem
 from infra.simulation.forecast import simulate
 from infra.simulation.scenario import Scenario
@@ -157,9 +157,19 @@ def plan_machine(gpus: str, model_name: str, work: PlannedStep) -> MachinePlan:
     if not found.best:
         total = GPU_KINDS[kind].memory_bytes / GIB
         raise ValueError(
-            f"--gpus {gpus}: no layout of {model_name} with {work.sequence_tokens} tokens a sample fits into {total:.0f} GiB a GPU"
+            f"--gpus {gpus}: no layout of {model_name} with {work.sequence_tokens} tokens a sample fits into {total:.0f} GiB a GPU; "
+            f"{_would_fit(count, kind, model, work)}"
         )
     return found
+
+
+def _would_fit(count: int, kind: str, model: Model, work: PlannedStep) -> str:
+    """Say which larger machines would do: the smallest of each kind."""
+    larger = {k: range(count + 1 if k == kind else 1, MOST_GPUS + 1) for k in (kind, *sorted({*GPU_KINDS} - {kind}))}
+    fitting = {k: [n for n in larger[k] if any(candidates(n, k, model, work, rates_of(model, k)))] for k in larger}
+    if enough := [f"{numbers[0]}x{k}" for k, numbers in fitting.items() if numbers]:
+        return f"{' or '.join(enough)} would do, or fewer tokens a sample"
+    return f"none fits on {MOST_GPUS} GPUs of any known kind, take fewer tokens a sample or a smaller model"
 
 
 def best_of(fitting: Iterator[Candidate], rates: Rates) -> MachinePlan:
@@ -315,19 +325,9 @@ def _candidate(
     )
     awake = engine.memory_fraction * total + plans.ENGINE_RESIDUE_BYTES
     awake += plans.PARALLEL_RESIDUE_BYTES if engine.tensor_parallel > 1 else 0
-    return Candidate(
-        engine_gpus,
-        trainer_gpus,
-        is_split,
-        engine,
-        trainer,
-        awake / GIB,
-        (peak_bytes(trainer, model, work_on(trainer, work)) + kept) / GIB,
-        scenario,
-        used,
-        work,
-        kind,
-    )
+    at_peak = peak_bytes(trainer, model, work_on(trainer, work)) + kept
+    gibs = awake / GIB, at_peak / GIB
+    return Candidate(engine_gpus, trainer_gpus, is_split, engine, trainer, *gibs, scenario, used, work, kind)
 
 
 def work_on(trainer: TrainerConfig, work: PlannedStep) -> Training:

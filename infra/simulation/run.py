@@ -21,6 +21,8 @@ from infra.simulation.scenario import Scenario
 FailingPart = Literal["engine", "trainer", "flow", "worker"]
 PARTS: tuple[FailingPart, ...] = ("engine", "trainer", "flow", "worker")
 HOUR_S = 3600.0
+MOST_FAILURES = 1000
+"""Of GPUs in one step: more, and the step is taken for one that never ends."""
 
 
 class CountedSoFar(NamedTuple):
@@ -58,6 +60,8 @@ class SimulatedRun:
         self._is_flow_up, self._is_trainer_up = True, True
         self._lost: list[Callable[[], None]] = []
         """Restarts of lost replicas, which the next rollout makes."""
+        self._failed_at: list[int] = []
+        """Steps that had ended at each failure of a GPU."""
         self._held: list[SimulatedRequest] = []
         """Samples to begin again when the flow process is back."""
 
@@ -147,6 +151,12 @@ class SimulatedRun:
         return self._rng.expovariate(self.scenario.gpus / (self.scenario.gpu_mtbf_hours * HOUR_S))
 
     def _hardware_fails(self) -> None:
+        self._failed_at.append(len(self.totals))
+        if self._failed_at[-MOST_FAILURES:] == [len(self.totals)] * MOST_FAILURES:
+            raise ValueError(
+                f"gpu_mtbf_hours is {self.scenario.gpu_mtbf_hours:g}: step {len(self.totals)} would not end, one of {self.scenario.gpus} GPUs fails "
+                f"every {self.scenario.gpu_mtbf_hours * HOUR_S / self.scenario.gpus:.3g} s; give more, or shorter steps"
+            )
         is_engine = self._rng.random() * self.scenario.gpus < self.scenario.engine_gpus
         if not self.scenario.trainer_gpus:  # the program that uses the GPUs at the moment
             is_engine = self._training is None

@@ -3,11 +3,11 @@
 from typing import Annotated, Self
 
 from annotated_types import Ge, Gt, Le
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, model_validator
 
 MAX_GPUS = 1024
-Seconds = Annotated[float, Ge(0)]
-Rate = Annotated[float, Gt(0)]
+Seconds = Annotated[float, Ge(0), AllowInfNan(False)]
+Rate = Annotated[float, Gt(0), AllowInfNan(False)]
 
 
 class Recovery(BaseModel):
@@ -56,7 +56,7 @@ class Scenario(BaseModel):
     failures_every: Annotated[int, Ge(0)] = Field(
         0, description="Steps from one failure to the next, of engine, trainer, flow and worker in turn; 0: no failures."
     )
-    gpu_mtbf_hours: Annotated[float, Ge(0)] = Field(
+    gpu_mtbf_hours: Seconds = Field(
         0.0, description="Mean hours of a GPU between two failures, of the program that uses it; 0: none."
     )
     seed: int = Field(0, description="Seed of all draws of lengths, tools and failures.")

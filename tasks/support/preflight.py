@@ -19,7 +19,7 @@ from infra.gateway.rendering.admission import renderer_of
 from infra.machine import devices, nvml
 from infra.mirror import copying
 from infra.models import base_model
-from infra.models.architecture import Architecture, layout_problem, read_architecture
+from infra.models.architecture import Architecture, layout_problem, read_architecture, serving_problem
 from infra.runs import start_adapter
 from infra.runs.foreign_adapters import judge_adapter
 from infra.runs.opening import open_config
@@ -81,9 +81,12 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
         prompts.check_lengths(config.training, folder)
         prompts.check_repeats(config.training, folder, num_steps=config.num_steps, seed=config.seed)
     _check_layout(config.trainer, architecture)
+    _check_serving(config, architecture)
     if connection.is_set():
         connection.check_installed()
+        connection.check_engine(config.engine)
         cluster.check_mode(config.trainer)
+        connection.check_there()
     _check_served_targets(config, architecture)
     _check_reload(config, architecture)
     _check_gpus(config)
@@ -109,11 +112,21 @@ def _check_gpus(config: RunConfig) -> None:
     if devices.device() == "cpu":
         return
     here = nvml.numbers()
-    # On a cluster ranks and replicas are laid out over the nodes that live when they start, and a replica may need several of them.
+    # On a cluster ranks and engine servers are laid out over the nodes that live when they start.
     is_alone = not connection.is_set()
     for field, wanted, given, name in (
-        ("engine.tensor_parallel", config.engine.tensor_parallel * is_alone, settings().engine_gpus, "RATCHET_ENGINE_GPUS"),
-        ("trainer.num_processes", config.trainer.num_processes * is_alone, settings().trainer_gpus, "RATCHET_TRAINER_GPUS"),
+        (
+            "engine.tensor_parallel",
+            config.engine.tensor_parallel if is_alone else 1,
+            settings().engine_gpus,
+            "RATCHET_ENGINE_GPUS",
+        ),
+        (
+            "trainer.num_processes",
+            config.trainer.num_processes if is_alone else 1,
+            settings().trainer_gpus,
+            "RATCHET_TRAINER_GPUS",
+        ),
     ):
         if missing := set(given) - set(here):
             raise ValueError(f"{name} names GPU {min(missing)}; this process may use {', '.join(map(str, here))}")
@@ -121,14 +134,22 @@ def _check_gpus(config: RunConfig) -> None:
             raise ValueError(
                 f"{field} asks for {wanted} GPUs of this machine, there are {len(given or here)}: lower it, or give it more"
             )
+    shared, share = devices.replicas_per_gpu(config.engine), config.engine.memory_fraction
+    if config.engine.kind != "scripted" and shared > 1 and shared * share >= 1:
+        raise ValueError(
+            f"engine.replicas {config.engine.replicas} of {config.engine.tensor_parallel} GPUs on {len(settings().engine_gpus or here)}: {shared} "
+            f"share a GPU, and each would take engine.memory_fraction {share:g} of it: set that below {1 / shared:.2f}, or take fewer replicas"
+        )
 
 
 def _check_age(config: RunConfig, plan: ColocationPlan) -> None:
     max_staleness, is_free = config.trainer.loss.correction.max_staleness, plan == "keep_weights" and devices.device() == "cpu"
+    # On a cluster they cannot have GPUs of their own.
+    cure = "" if connection.is_set() else "give each GPUs of its own (RATCHET_ENGINE_GPUS, RATCHET_TRAINER_GPUS), or "
     if max_staleness and plan != "separate_gpus" and not is_free:
         raise ValueError(
             f"trainer.loss.correction.max_staleness {max_staleness} has the engine sample while the trainer works, with colocation plan {plan!r} "
-            "they take turns: give each GPUs of its own (RATCHET_ENGINE_GPUS, RATCHET_TRAINER_GPUS), or set it to 0"
+            f"they take turns: {cure}set it to 0"
         )
 
 
@@ -211,6 +232,13 @@ def _check_layout(trainer: TrainerConfig, architecture: Architecture) -> None:
     )
     if problem:
         raise ValueError(f"trainer: {problem}")
+
+
+def _check_serving(config: RunConfig, architecture: Architecture) -> None:
+    """On a CPU SGLang pads heads and widths, so any number does."""
+    problem = serving_problem(architecture, config.engine.tensor_parallel)
+    if problem and devices.device() == "cuda" and config.engine.kind != "scripted":
+        raise ValueError(f"engine.tensor_parallel {config.engine.tensor_parallel} {problem}")
 
 
 def open_run(config: RunConfig, *, nothing_committed: Literal["refuse", "begin again", "leave"] = "refuse") -> None:

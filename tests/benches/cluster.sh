@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # The same run on a Ray cluster of two nodes: undisturbed, and with one node killed or cut off for 30 s, in a rollout or in a training:
 #   bash tests/benches/cluster.sh FOLDER [CASE ...]
+# In rollout-auto and training-auto there are as many replicas as nodes (engine.replicas auto), and the node is killed.
 # In the cases one-node and spread* one engine is split in two (tensor_parallel 2): on one node, over both, and over both with its part
 # on the second node killed in a rollout. In spread-node and spread-node-back the whole second node is killed, and the run must stop. Then the same
-# command goes on: with both parts on the node that is left, or over both when the second is back. Digests of these cases must be equal among themselves.
+# command goes on: with both parts on the node that is left, or over both when the second is back. In spread-cut and spread-stop the second node is
+# cut off, or all its processes are stopped, for 30 s, with the same end. In spread-hung its part is stopped and not continued.
+# Digests of these cases must be equal among themselves.
 # The nodes are two network namespaces of this machine, joined by a pair of virtual interfaces (needs root), with one workspace folder.
 # Real parts on a CPU, minutes a case. Prints the digests of each run's adapters; they must be equal.
 #
@@ -75,7 +78,7 @@ until_file_has() { # LINES FILE
     sleep 0.02
   done
 }
-kill_part() { ip netns pids $B | xargs ps -o pid=,args= -p | awk '/sglang::scheduler/ { print $1 }' | xargs kill -KILL; }
+signal_part() { ip netns pids $B | xargs ps -o pid=,args= -p | awk '/sglang::scheduler/ { print $1 }' | xargs kill "$1"; }
 listening() { # addresses on which the engine's processes of a node listen, with the number of their ports
   local pids
   pids=$(ip netns pids "$1" | xargs ps -o pid=,args= -p | awk '/sglang::|sglang_server/ { printf "%spid=%s,", sep, $1; sep = "|" }')
@@ -93,17 +96,29 @@ has_stopped() { # LINE: wait until a run that needs both nodes ends, and print w
   local since=$SECONDS
   wait $FLOW && { echo "the run did not stop" >&2; exit 1; }
   grep -m 1 "$1" "$FOLDER/$case.log"
-  echo "$case: stopped $((SECONDS - since)) s after the strike with $(($(wc -l < "$step/samples.journal") - 1)) samples"
+  local samples="all samples" # of a rollout that had ended
+  [ ! -f "$step/samples.journal" ] || samples="$(($(wc -l < "$step/samples.journal") - 1)) samples"
+  echo "$case: stopped $((SECONDS - since)) s after the strike with $samples"
 }
 programs_of_node() { # count engines and trainers on the second node
   ip netns pids $B | xargs -r ps -o args= -p | grep -c "sglang_cpu\|sglang_server\|infra\.megatron" || true
 }
-cut_node() { # take the only link between the nodes away for CUT_S seconds; what runs on the node then must end, and is counted
-  ip -n $A link set $VA down
-  echo "$case: cut off with $(programs_of_node) programs"
-  sleep "$CUT_S"
-  echo "$case: link up again with $(programs_of_node) programs on the node"
-  ip -n $A link set $VA up
+away() { # cut the only link between the nodes, or stop all processes of the second one
+  case $1 in
+    cut) ip -n $A link set $VA down ;;
+    stop) ip netns pids $B | xargs kill -STOP ;;
+  esac
+  AWAY=$SECONDS
+  echo "$case: $1 with $(programs_of_node) programs on the node"
+}
+back() { # CUT_S seconds after that undo it; what runs on the node then must end, and is counted
+  local left=$((CUT_S - SECONDS + AWAY))
+  [ $left -le 0 ] || sleep $left
+  echo "$case: back again with $(programs_of_node) programs on the node"
+  case $1 in
+    cut) ip -n $A link set $VA up ;;
+    stop) ip netns pids $B | xargs kill -CONT ;;
+  esac
   local since=$SECONDS
   while [ "$(programs_of_node)" != 0 ] && [ $((SECONDS - since)) -lt 120 ]; do sleep 0.2; done
   echo "$case: $(programs_of_node) programs on the node $((SECONDS - since)) s after that"
@@ -121,24 +136,30 @@ for case in "${CASES[@]}"; do
   unset RATCHET_CLUSTER_ENGINE_NODES RATCHET_CLUSTER_TRUSTED_NETWORK
   case $case in
     node-back) engine=() ;;
+    *-auto) engine=(--engine.replicas auto) ;;
     one-node) engine=(--engine.tensor_parallel 2) ;;
     spread*)
       engine=(--engine.tensor_parallel 2)
+      [ "$case" != spread-hung ] || engine+=(--engine.request_timeout_s 30)
       export RATCHET_CLUSTER_ENGINE_NODES=2 RATCHET_CLUSTER_TRUSTED_NETWORK=$NET ;;
   esac
   start_run
   start=$SECONDS
   step=$RATCHET_WORKSPACE/runs/far/steps/00000$STRIKE
   case $case in
-    rollout) until_file_has 2 "$step/samples.journal"; kill_node ;;
-    training) until_file_has 1 "$step/train/trainer.log"; kill_node ;;
+    rollout | rollout-auto) until_file_has 2 "$step/samples.journal"; kill_node ;;
+    training | training-auto) until_file_has 1 "$step/train/trainer.log"; kill_node ;;
     spread) until_file_has 2 "$step/samples.journal"; echo "$case: the engine listens on $(listening $A)and on $(listening $B)" ;;
-    spread-part) until_file_has 2 "$step/samples.journal"; kill_part ;;
+    spread-part) until_file_has 2 "$step/samples.journal"; signal_part -KILL ;;
     spread-node) until_file_has 2 "$step/samples.journal"; kill_node; has_stopped "$NO_ROOM"; unset RATCHET_CLUSTER_ENGINE_NODES; start_run ;;
     spread-node-back) until_file_has 2 "$step/samples.journal"; kill_node; has_stopped "$NO_ROOM"; join_node; start_run ;;
     node-back) until_file_has 2 "$step/samples.journal"; kill_node; has_stopped "^error: .*trainer.num_processes 2 does not fit"; join_node; start_run ;;
-    rollout-cut) until_file_has 2 "$step/samples.journal"; cut_node ;;
-    training-cut) until_file_has 1 "$step/train/trainer.log"; cut_node ;;
+    spread-hung) until_file_has 2 "$step/samples.journal"; signal_part -STOP ;;
+    spread-cut | spread-stop)
+      until_file_has 2 "$step/samples.journal"
+      away "${case#spread-}"; has_stopped "$NO_ROOM"; back "${case#spread-}"; kill_node || true; join_node; start_run ;;
+    rollout-cut) until_file_has 2 "$step/samples.journal"; away cut; back cut ;;
+    training-cut) until_file_has 1 "$step/train/trainer.log"; away cut; back cut ;;
   esac
   wait $FLOW || { tail -n 30 "$FOLDER/$case.log"; exit 1; }
   echo "$case: $((SECONDS - start)) s"

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from shared import write_manifest
@@ -14,6 +15,8 @@ from infra.config import ATTENTION, DataConfig, EngineConfig, RewardConfig, RunC
 from infra.data import prompts
 from infra.engines.vllm import engine as vllm
 from infra.machine import devices, nvml
+from infra.models import base_model
+from infra.models.architecture import read_architecture
 from infra.models.base_model import SUPPORTED
 from infra.records import AdapterVersion, File, Step
 from infra.runs.lineage import adapter_at, next_step
@@ -408,24 +411,85 @@ def test_gpus_that_are_not_there_are_not_asked_for(
     assert refusal_of(config.but(**sections)).startswith(message)
 
 
-def test_on_a_cluster_a_replica_may_need_more_gpus_than_this_machine_has(
+def test_an_engine_that_is_larger_than_a_node_of_a_cluster_is_left_to_its_placement(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "device", lambda: "cuda")
-    monkeypatch.setattr(nvml, "numbers", lambda: (0,))
-    monkeypatch.setattr(connection, "is_set", lambda: True)
-    over_two = config.but(engine=config.engine.but(tensor_parallel=2), trainer=config.trainer.but(num_processes=2))
-    preflight._check_gpus(over_two)  # where they fit is found when the nodes are known
-    monkeypatch.setattr(connection, "is_set", lambda: False)
-    with pytest.raises(ValueError, match=r"engine.tensor_parallel asks for 2 GPUs of this machine, there are 1"):
-        preflight._check_gpus(over_two)
+    monkeypatch.setattr(nvml, "numbers", lambda: (0, 1))
+    large = config.but(engine=EngineConfig(kind="sglang", tensor_parallel=4))
+    with pytest.raises(ValueError, match=r"^engine.tensor_parallel asks for 4 GPUs of this machine, there are 2"):
+        preflight._check_gpus(large)
+    monkeypatch.setenv("RATCHET_CLUSTER_ADDRESS", "10.0.0.1:6379")
+    settings.cache_clear()
+    preflight._check_gpus(large)
+
+
+def test_an_engine_that_cannot_split_the_model_is_refused_on_gpus(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = config.but(engine=EngineConfig(kind="sglang", tensor_parallel=3))
+    architecture = read_architecture(base_model.locate(config.model))
+    preflight._check_serving(asked, architecture)
+    monkeypatch.setattr(devices, "device", lambda: "cuda")
+    with pytest.raises(ValueError, match=r"^engine.tensor_parallel 3 does not divide the model \(.*\); 1, 2, .* would"):
+        preflight._check_serving(asked, architecture)
+
+
+def test_replicas_that_would_share_a_gpu_that_has_no_room_for_them_are_refused(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "device", lambda: "cuda")
+    monkeypatch.setattr(nvml, "numbers", lambda: (0, 1))
+    crowded = EngineConfig(kind="sglang", replicas=4)
+    with pytest.raises(
+        ValueError,
+        match=r"^engine.replicas 4 of 1 GPUs on 2: 2 share a GPU, and each would take engine.memory_fraction 0.8 of it: set that below 0.50",
+    ):
+        preflight._check_gpus(config.but(engine=crowded))
+    preflight._check_gpus(config.but(engine=crowded.but(memory_fraction=0.45)))
+    preflight._check_gpus(config.but(engine=crowded.but(replicas="auto")))
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (
+            {"tensor_parallel": 3},
+            "engine.tensor_parallel 3 with RATCHET_CLUSTER_ENGINE_NODES 2: each node has to get as many GPUs",
+        ),
+        (
+            {"tensor_parallel": 2, "kind": "vllm"},
+            "engine.kind 'vllm' with RATCHET_CLUSTER_ENGINE_NODES 2: only sglang can be over several nodes",
+        ),
+    ],
+)
+def test_an_engine_that_cannot_be_over_the_nodes_that_were_set_is_refused_without_the_cluster(
+    monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], message: str
+) -> None:
+    for name, value in (("ADDRESS", "10.0.0.1:6379"), ("ENGINE_NODES", "2"), ("TRUSTED_NETWORK", "10.0.0.0/24")):
+        monkeypatch.setenv(f"RATCHET_CLUSTER_{name}", value)
+    settings.cache_clear()
+    with pytest.raises(ValueError, match=f"^{message}"):
+        connection.check_engine(EngineConfig(**engine))
 
 
 def test_sampling_ahead_where_engine_and_trainer_take_turns_is_refused(config: RunConfig) -> None:
     loss = config.trainer.loss.but(correction={"mode": "decoupled", "kind": "tis", "max_staleness": 1})
     ahead = config.but(trainer=config.trainer.but(loss=loss))
     assert refusal_of(ahead.but(engine=EngineConfig(colocation="reload"))).startswith(
-        "trainer.loss.correction.max_staleness 1 has the engine sample while the trainer works, with colocation plan 'reload' they take turns"
+        "trainer.loss.correction.max_staleness 1 has the engine sample while the trainer works, with colocation plan 'reload' they "
+        "take turns: give each"
+    )
+
+
+def test_on_a_cluster_nothing_has_gpus_of_its_own(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = config.trainer.loss.but(correction={"mode": "decoupled", "kind": "tis", "max_staleness": 1})
+    ahead = config.but(trainer=config.trainer.but(loss=loss))
+    monkeypatch.setenv("RATCHET_CLUSTER_ADDRESS", "10.0.0.1:6379")
+    settings.cache_clear()
+    with pytest.raises(ValueError, match=r"with colocation plan 'reload' they take turns: set it to 0$"):
+        preflight._check_age(ahead, "reload")
+    layout = {"engine": EngineConfig(colocation="separate_gpus"), "trainer": config.trainer.but(first_gpu=1)}
+    assert refusal_of(config.but(**layout)).startswith(
+        "engine.colocation 'separate_gpus' with RATCHET_CLUSTER_ADDRESS 10.0.0.1:6379: on a cluster engine and trainer share each node's GPUs"
     )
 
 

@@ -1,8 +1,8 @@
 """The section `engine` of a configuration: which engine, its sizes, how it makes room. Part of infra.config, which hands it on."""
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from infra.config.tools import engine_flags
 from infra.config.tools.base import ConfigBase
@@ -45,11 +45,9 @@ class EngineConfig(ConfigBase):
     """Highest trainer.lora.rank that the engine has room for."""
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs over which a replica of the engine splits the model."""
-    replicas: Annotated[int | None, BeforeValidator(lambda given: None if given == "auto" else given)] = Field(
-        default=1, ge=1, le=MAX_REPLICAS
-    )
-    """Servers of engine.tensor_parallel GPUs each, which share a rollout's prompts. auto or None: as many as the engine's GPUs carry, one on a
-    CPU (docs/how-to/replicas.md)."""
+    replicas: int | None = Field(default=1, ge=1, le=MAX_REPLICAS)
+    """Servers of engine.tensor_parallel GPUs each, which share a rollout's prompts. auto, which is kept as None: as many as the engine's GPUs
+    carry, one on a CPU (docs/how-to/replicas.md)."""
     memory_fraction: float = Field(default=0.8, gt=0, lt=1)
     """Share of a GPU's memory for weights and KV cache of one replica; not used on a CPU."""
     kv_cache_tokens: int = Field(default=65536, ge=1024)
@@ -91,6 +89,11 @@ class EngineConfig(ConfigBase):
     def is_fp8(self) -> bool:
         """Whether weights or KV cache are 8-bit floats."""
         return self.quantization == "fp8" or self.kv_cache_dtype == "fp8"
+
+    @field_validator("replicas", mode="before")
+    @classmethod
+    def _auto_is_open(cls, replicas: object) -> object:
+        return None if replicas == "auto" else replicas
 
     @model_validator(mode="after")
     def _fp8_is_possible(self) -> Self:

@@ -10,7 +10,6 @@ from concurrent.futures import wait
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
-from infra.cluster import connection
 from infra.concurrency.background import run_concurrently
 from infra.engines.checked import CheckedEngine
 from infra.engines.interface import NO_SINK, Release, RolloutMeasures, RolloutRequest, SampleSink, Turns
@@ -33,7 +32,7 @@ class ReplicaSet:
         """replicas: Two or more of one identity, in the order of their numbers."""
         self.replicas = dict(enumerate(replicas))
         self.first = replicas[0]
-        shares_gpus = not connection.is_set() and devices.replicas_per_gpu(self.first.program.config) > 1
+        shares_gpus = devices.replicas_per_gpu(self.first.program.config) > 1
         self.num_at_a_time = 1 if shares_gpus else len(replicas)
         """Replicas that may be launched, woken or released together. On a shared GPU each measures what the others have left."""
 

@@ -127,7 +127,7 @@ class ServerEngine(ABC):
 
     def wake(self) -> bool:
         if not self.replica:
-            server_process.stop_recorded(connection.num_replicas(self.config))  # servers of a configuration with more replicas
+            server_process.stop_recorded(self.config.replicas or 1)  # servers of a configuration with more replicas
         state = server_process.adopt(self.identity, self.ready_path, self.replica)
         if state is not None and state.is_awake and state.is_verified:
             log.info("the engine is awake: pid %d, launch %d", state.process.pid, state.launch)

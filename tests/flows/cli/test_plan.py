@@ -31,7 +31,12 @@ def test_plan_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--gpus", "8xV100", "--model", "qwen2.5-7b"], "GPU kind 'V100' is not known; known are H200, H100, A100, B200"),
         (["--gpus", "8xH100", "--model", "none"], "--model none: neither a folder nor a known shape; known are qwen2.5-0.5b"),
-        (["--gpus", "1xH100", "--model", "qwen3-30b-a3b"], "no layout of qwen3-30b-a3b with 1024 tokens a sample fits"),
+        (["--gpus", "1xH100", "--model", "qwen3-30b-a3b"], "1024 tokens a sample fits into 80 GiB a GPU; 2xH100 or "),
+        (
+            ["--gpus", "1xH100", "--model", "qwen2.5-7b", "--output-tokens", "400000"],
+            "none fits on 8 GPUs of any known kind, take fewer tokens a sample or a smaller model",
+        ),
+        (["--gpus", "H100", "--model", "qwen2.5-7b"], "must be 1 to 8, those of one machine, such as 8xH100"),
         ([*ONE[1:], "--rank", "0"], "greater than or equal to 1"),
     ],
 )

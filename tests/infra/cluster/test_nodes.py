@@ -1,6 +1,8 @@
 """Nodes of a cluster with agents that are calls in this process; only their loss is played. Real: infra/engines/replicas/test_on_cluster.py."""
 
 import os
+import re
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,18 @@ import pytest
 
 from infra.cluster import connection, node_agent, nodes
 from infra.cluster.nodes import ClusterNode, Placement
-from infra.config import TrainerConfig
-from infra.failures import EngineUnavailable, NodeLost, NoNodesForRanks, TrainerLost, TrainerNodeLost, TrainingFailed, classify
+from infra.config import EngineConfig, TrainerConfig
+from infra.failures import (
+    EngineUnavailable,
+    NodeLost,
+    NoNodeForEngine,
+    NoNodesForRanks,
+    TrainerLost,
+    TrainerNodeLost,
+    TrainingFailed,
+    classify,
+)
+from infra.machine import ports
 from infra.megatron.protocol.job import TrainJob
 from infra.processes import gpu_lock
 from infra.processes.children import ProcessRef
@@ -131,6 +143,41 @@ def test_a_replica_of_a_lost_node_is_refused_where_no_gpu_is_left() -> None:
         placement.of(1, 2)
 
 
+def test_as_many_replicas_as_fit_become_fewer_and_those_that_are_left_take_the_places_of_the_others() -> None:
+    first, second = node(1, 4), node(2, 4)
+    placement = Placement([first, second])
+    assert placement.fitted(2) == 4
+    assert placement.of(3, 2)[:2] == (second, 1), "places are given in order, however replicas are started"
+    places = [placement.of(replica, 2) for replica in range(4)]
+    agent(second).is_lost = True  # which nobody has noticed yet
+    assert placement.fitted(2) == 2 and second.is_lost
+    assert placement.of(0, 2) == places[0]
+    assert placement.of(1, 2)[:2] == (first, 1), "the place of replica 2, which there is no more"
+    assert placement.fitted(8) == 1, "one that fits nowhere says so when it is placed"
+
+
+def test_a_replica_of_as_many_as_fit_without_a_node_is_a_lost_node_and_the_next_attempt_has_fewer() -> None:
+    first, second = node(1, 2), node(2, 2)
+    placement = Placement([first, second])
+    assert placement.fitted(2) == 2
+    placement.of(0, 2)
+    lose(second)
+    with pytest.raises(NodeLost, match=r"^replica 1 of the engine has no node any more: 2 free GPUs are needed on one") as raised:
+        placement.of(1, 2)
+    assert classify(raised.value).num_attempts > 1
+    assert placement.fitted(2) == 1
+    lose(first)
+    with pytest.raises(NoNodeForEngine, match=r"^replica 0 of the engine has no node"):
+        placement.of(0, 2)
+
+
+def test_without_gpus_as_many_replicas_as_nodes_fit_and_at_most_so_many_as_there_may_be() -> None:
+    found = [node(number) for number in range(70)]
+    assert Placement(found[:3]).fitted(1) == 3
+    assert Placement(found[:5], nodes_per_replica=2, trusted_network="10.0.0.0/24").fitted(2) == 2
+    assert Placement(found).fitted(1) == EngineConfig(replicas=64).replicas
+
+
 def spread_over(placement: Placement, replica: int, gpus: int) -> list[tuple[str, int]]:
     return [(part.node.address, part.number) for part in placement.of(replica, gpus).parts]
 
@@ -237,6 +284,24 @@ def test_nodes_without_gpus_have_lock_folders_by_address_and_by_number_where_the
     monkeypatch.setenv("RATCHET_LOCK_FOLDER", str(workspace / "elsewhere"))
     settings.cache_clear()
     assert connection._lock_folders(found)["a"] == workspace / "elsewhere/nodes/10.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_cluster_that_is_not_there_is_one_line_at_once(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = ports.free_port(16379, host.strip("[]"))
+    monkeypatch.setenv("RATCHET_CLUSTER_ADDRESS", f"{host}:{port}")
+    settings.cache_clear()
+    with pytest.raises(
+        ValueError, match=rf"^RATCHET_CLUSTER_ADDRESS {re.escape(host)}:{port}: nothing answers there \(.*\): start"
+    ):
+        connection.check_there()
+    with pytest.raises(ValueError, match="nothing answers there"):
+        connection._join(None)
+    with socket.create_server((host.strip("[]"), port), family=socket.AF_INET6 if "[" in host else socket.AF_INET):
+        connection.check_there()
+    monkeypatch.setenv("RATCHET_CLUSTER_ADDRESS", "auto")
+    settings.cache_clear()
+    connection.check_there()
 
 
 def test_a_head_without_gpus_is_left_out_and_gives_no_commands(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,20 @@ def test_tensor_parallelism_of_the_engine_makes_room_for_resident() -> None:
     assert plans.choose(EngineConfig(tensor_parallel=2), config, model(MIXTURE_30B), H200).colocation == "keep_weights"
 
 
+def test_replicas_that_share_a_gpu_each_keep_their_own_there_and_a_copy_on_the_host() -> None:
+    engine, config, dense = EngineConfig(replicas=2, memory_fraction=0.4), trainer(8192), model(DENSE_7B)
+    alone = H200._replace(gpu_bytes=int(79.6 * GIB))
+    shared = alone._replace(replicas_per_gpu=2)
+    assert plans.choose(engine, config, dense, alone).colocation == "keep_weights"
+    assert plans.choose(engine, config, dense, shared).colocation == "reload"
+    kept = plans.residue_bytes("keep_weights", engine, dense)
+    left = [plans.left_to_trainer_bytes(engine.but(colocation="keep_weights"), dense, each) for each in (alone, shared)]
+    assert left[0] - left[1] == kept
+    assert plans.at_work_bytes(engine, shared) == 2 * plans.at_work_bytes(engine, alone)
+    parts = plans.host_parts("offload", engine, config.but(mode="per_step"), dense, alone)
+    assert parts == {"the sleeping engine's weights": 2 * dense.weight_bytes}
+
+
 def test_experts_with_adapters_are_never_left_to_be_read_again() -> None:
     mixture, config = model(MIXTURE_30B), trainer(8192)
     without_room = H200._replace(host_bytes=60 * GIB)

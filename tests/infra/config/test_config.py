@@ -48,6 +48,8 @@ def refusal_of(content: dict[str, Any]) -> str:
         ({"trainer": {"num_processes": 2, "sequence_parallel": True}}, "sequence_parallel needs tensor_parallel of 2 or more"),
         ({"data": {"num_prompts": 0}}, "data.num_prompts = 0: "),
         ({"data": {"too_long": "cut"}}, "data.too_long = 'cut': Input should be 'error', 'drop' or 'truncate_left'"),
+        ({"engine": {"replicas": "many"}}, "engine.replicas = 'many': "),
+        ({"engine": {"replicas": 65}}, "engine.replicas = 65: Input should be less than or equal to 64"),
         ({"engine": {"kind": "tgi"}}, "engine.kind = 'tgi': Input should be 'sglang', 'vllm' or 'scripted'"),
         ({"engine": {"memory_fraction": 1.0}}, "engine.memory_fraction = 1.0: "),
         ({"engine": {"max_context_tokens": "many"}}, "engine.max_context_tokens = 'many': "),

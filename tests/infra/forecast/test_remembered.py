@@ -48,11 +48,33 @@ def test_medians_are_those_of_the_steps_after_the_first() -> None:
     assert (found.mean_output_tokens, found.hand_over_s, found.trainer_peak_gib, found.engine_gib) == (20, 0.75, 3, 7)
 
 
+def test_a_hand_over_that_lay_in_the_next_rollout_is_not_remembered() -> None:
+    found = medians(CONFIG, [step(), step() | {"gpu_idle/to_sampling_s": -4.0}])
+    assert found is not None and found.hand_over_s is None
+
+
 def test_rates_are_those_of_each_gpu() -> None:
     config = changed(CONFIG, ["engine.replicas=2", "engine.tensor_parallel=2", "trainer.num_processes=4"])
     found = medians(config, [step(), step()])
     assert found is not None
     assert (found.running, found.engine_tokens_per_s, found.trainer_rows_per_s) == (4, 25, 25)
+
+
+def test_replicas_that_the_machine_decides_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = changed(CONFIG, ["engine.replicas=auto"])
+    for name in ("ENGINE", "TRAINER"):
+        monkeypatch.setenv(f"RATCHET_{name}_GPUS", "[0, 1, 2, 3]")
+    settings.cache_clear()
+    found = medians(config, [step(), step()])
+    assert found is not None and (found.running, found.engine_tokens_per_s) == (2, 25)
+    assert layout_key(config.engine, config.trainer).startswith("engine 4 x TP 1;")
+
+
+def test_replicas_that_a_cluster_s_nodes_decide_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_CLUSTER_ADDRESS", "10.0.0.1:6379")
+    settings.cache_clear()
+    remember(changed(CONFIG, ["engine.replicas=auto"]), HALF, [step(), step()])
+    assert measured_of(CONFIG, HALF) == {}
 
 
 def test_one_step_alone_is_not_remembered(workspace: Path) -> None:

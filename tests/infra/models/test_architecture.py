@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from infra.models.architecture import base_shapes, layout_problem, parse_architecture
+from infra.models.architecture import base_shapes, layout_problem, parse_architecture, serving_problem
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -145,3 +145,26 @@ def test_a_layout_that_does_not_fit_says_which_would(fields: dict[str, Any], lay
     whole = {"tensor_parallel": 1, "expert_parallel": 1, "sequence_parallel": False} | layout
     problem = layout_problem(parse_architecture(fields), **whole)
     assert problem is None if said is None else problem is not None and said in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "problem"),
+    [
+        ({}, 2, None),
+        ({}, 4, None),  # each key-value head twice
+        ({}, 3, "does not divide the model (4 heads, 2 key-value heads, ffn 128); 1, 2, 4 would"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 120},
+            3,
+            "does not divide the model (12 heads, 4 key-value heads, ffn 120); 1, 2, 4, 12 would",
+        ),
+        ({"intermediate_size": 126}, 4, "does not divide the model (4 heads, 2 key-value heads, ffn 126); 1, 2 would"),
+    ],
+)
+def test_an_engine_splits_a_model_over_as_many_gpus_as_divide_it(changes: dict[str, Any], size: int, problem: str | None) -> None:
+    assert serving_problem(parse_architecture(QWEN3 | changes), size) == problem
+
+
+def test_an_engine_splits_each_expert() -> None:
+    assert serving_problem(parse_architecture(MOE), 4) is None
+    assert serving_problem(parse_architecture(MOE | {"moe_intermediate_size": 30}), 4) is not None

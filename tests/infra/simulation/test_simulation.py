@@ -147,10 +147,16 @@ def test_turns_wait_for_their_tools() -> None:
         ({"gpus": 6, "tensor_parallel": 4}, "the engine's 6 GPUs are no multiple of it"),
         ({"max_staleness": 1}, "only with trainer_gpus above 0"),
         ({"gpus": 2000}, "less than or equal to 1024"),
+        ({"to_training_s": float("inf")}, "finite number"),
+        ({"replica_tokens_per_s": float("inf")}, "finite number"),
     ],
 )
 def test_a_scenario_that_cannot_be_is_refused(changes: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         BASE.but(**changes)
+    with pytest.raises(
+        ValueError, match=r"gpu_mtbf_hours is 0.0001: step 0 would not end, one of 1 GPUs fails every 0.36 s; give more"
+    ):
+        simulate(BASE.but(gpu_mtbf_hours=0.0001))
     with pytest.raises(ValueError, match="recorded samples have one turn"):
         simulate(BASE.but(turns=2), EQUAL)

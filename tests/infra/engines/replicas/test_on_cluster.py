@@ -16,6 +16,7 @@ from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines import open_engine
 from infra.engines.interface import Engine, RolloutRequest
+from infra.engines.replicas.replica_set import ReplicaSet
 from infra.engines.server import server_process
 from infra.failures import EngineUnavailable, NodeLost
 from infra.processes import children, lock_folder
@@ -109,6 +110,47 @@ def test_the_death_of_a_node_ends_its_programs_and_the_other_node_makes_its_samp
     again = server_process.recorded(second.replica)
     assert again is not None and again.node == first.node, "the replica was started again on the node that is left"
     assert sampled(engine, adapter) == undisturbed
+
+
+def test_as_many_replicas_as_nodes_become_fewer_when_one_is_lost_between_two_rollouts(
+    cluster: Any, engine_config: EngineConfig, scripted_adapter: MakeAdapter
+) -> None:
+    add_node(cluster, "127.0.0.2")
+    adapter, config = scripted_adapter(1), engine_config.but(kind="sglang", replicas="auto", request_timeout_s=20)
+    engine = ready(config, adapter)
+    states = server_process.all_recorded()
+    assert len(states) == 2 and {state.node.partition("#")[0] for state in states} == {"127.0.0.1", "127.0.0.2"}
+    undisturbed = sampled(engine, adapter)
+    second = next(state for state in states if state.node.startswith("127.0.0.2"))
+    os.kill(connection.node_of(second.node).call(os.getppid), signal.SIGKILL)
+    assert gone_within(30, {second.process.pid})
+
+    again = ready(config, adapter)
+    (left,) = server_process.all_recorded()
+    assert left.node.startswith("127.0.0.1#") and not isinstance(again, ReplicaSet)
+    assert left in states, "the first replica is on the node of this process, and was adopted"
+    assert sampled(again, adapter) == undisturbed
+
+
+def test_a_node_whose_agent_does_not_answer_is_lost(
+    cluster: Any, engine_config: EngineConfig, scripted_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_node(cluster, "127.0.0.2")
+    adapter = scripted_adapter(1)
+    engine = ready(engine_config.but(kind="sglang", replicas=2, request_timeout_s=20), adapter)
+    undisturbed = sampled(engine, adapter)
+    _, second = connection.living()
+    monkeypatch.setattr(connection, "PING_S", 2.0)
+    assert second.call(time.sleep, 5) is None, "a call may take longer, as long as the agent answers"
+    agent = second.call(os.getpid)
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        with pytest.raises(NodeLost, match=r"^node 127\.0\.0\.2 is lost: its agent has not answered for 4 s$"):
+            second.call(node_agent.ping)
+        assert sampled(engine, adapter) == undisturbed
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    assert gone_within(30, {agent}), "an agent that was given up ends when it goes on"
 
 
 def test_a_killed_part_of_a_replica_over_two_nodes_ends_its_rollout_and_the_next_launch_makes_the_same(
