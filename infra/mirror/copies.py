@@ -55,6 +55,11 @@ def adapter_part(version: int) -> str:
     return f"adapter-{version:06d}"
 
 
+def evaluation_part(folder: str) -> str:
+    """folder: Name of the evaluation's."""
+    return f"evaluation-{folder}"
+
+
 def parts(run: str) -> list[Part]:
     """The parts of a run on the disk, in the order in which they are copied: an adapter before the step that made it, that one before the
     next. None before the first step is committed."""
@@ -67,7 +72,7 @@ def parts(run: str) -> list[Part]:
         Part(BEGINNING, beginning(run), is_final=False),
         *_adapters_and_steps(folder, steps),
         *(
-            Part(f"evaluation-{path.parent.name}", _existing(path.parent.rglob("*")), is_final=False)
+            Part(evaluation_part(path.parent.name), _existing(path.parent.rglob("*")), is_final=False)
             for path in sorted(folder.evaluations.glob(f"*/{EVALUATION}"))
         ),
         *([Part(END, _existing([folder.report, *summary]), is_final=False)] if folder.report.exists() else []),

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from infra.config.tools.names import RUN_NAME
 from infra.mirror.copies import BEGINNING, INDEX, Copy, adapter_part, index_name, object_name, step_part
 from infra.mirror.copying import write_copied
+from infra.mirror.paid import take_over
 from infra.mirror.remote import Remote, RemoteError
 from infra.mirror.under_way import FOLDER, fetch_under_way
 from infra.records import File
@@ -112,17 +113,14 @@ def _bring(remote: Remote, run: str, names: list[str]) -> None:
     write_copied(
         staging / RunFolder.of(run).copied.relative_to(Workspace.here().path), remote.url, dict(zip(names, copies, strict=True))
     )
-    fetch_under_way(remote, run, _num_committed(names), staging)
+    fetch_under_way(remote, run, names, staging)
     if not (staging / RunFolder.of(run).config.relative_to(Workspace.here().path)).exists():
         raise ValueError(
             f"{remote.url}/{run} has no committed step, and its copy of the first one is not whole: begin the run again"
         )
-    publish_folder(staging / run_folder(run).relative_to(Workspace.here().path), run_folder(run))
-
-
-def _num_committed(names: list[str]) -> int:
-    """The number of the run's next step."""
-    return max((int(name.removeprefix(_STEP)) + 1 for name in names if name.startswith(_STEP)), default=0)
+    folder = staging / run_folder(run).relative_to(Workspace.here().path)
+    take_over(run, folder)
+    publish_folder(folder, run_folder(run))
 
 
 def _bring_file(remote: Remote, run: str, file: File, target: Path) -> None:

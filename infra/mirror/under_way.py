@@ -1,7 +1,8 @@
-"""Copy the samples of steps that the store does not have yet to RATCHET_STORE_URL, at intervals, so that another machine need not sample them again.
+"""Copy the samples of steps that the store does not have yet to RATCHET_STORE_URL, at intervals, so that another machine need not sample them
+again, and what their judges were paid for.
 
-    RUN/under-way/index.json        names the files with their digests; replaced by each copy
-    RUN/under-way/<SHA-256>         a file's content; removed when no index names it any more
+    RUN/under-way/index.json        names the files with their digests, and the pieces of each; replaced by each copy
+    RUN/under-way/<SHA-256>         a piece: what was new in a file at one copy; removed when no index names it any more
 
 A thread of the step's process does it, and no step waits for it. A journal is copied up to its last complete line. Samples whose inputs key
 does not fit are quarantined when they are opened, as after a crash: a copy can be older than the step, but never wrong.
@@ -11,14 +12,15 @@ import hashlib
 import logging
 import threading
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from infra.mirror import copying
-from infra.mirror.copies import BEGINNING, beginning, step_part
+from infra.mirror.copies import BEGINNING, beginning, evaluation_part, step_part
 from infra.mirror.copying import AnotherRun
+from infra.mirror.paid import paid_under_way
 from infra.mirror.remote import Remote, RemoteError
 from infra.records import File, Record
 from infra.settings import settings
@@ -30,6 +32,22 @@ log = logging.getLogger(__name__)
 FOLDER = "under-way"
 LAST_COPY_S = 5.0
 """Seconds that a committed step waits at most until its copy is removed, if there was one."""
+MAX_PIECES = 64
+"""Of a file; with more it is sent as a whole again. A journal that is copied so often has grown by that much."""
+
+
+class Piece(Record):
+    sha256: str
+    num_bytes: int
+
+
+class CopiedFile(File):
+    pieces: tuple[Piece, ...] = ()
+    """Its content, in their order; empty, as earlier versions wrote it: one piece."""
+
+    @property
+    def content(self) -> tuple[Piece, ...]:
+        return self.pieces or (Piece(sha256=self.sha256, num_bytes=self.num_bytes),)
 
 
 class UnderWay(Record):
@@ -39,7 +57,7 @@ class UnderWay(Record):
     run_id: str
     writer: str
     """Id of the workspace that wrote it."""
-    files: tuple[File, ...]
+    files: tuple[CopiedFile, ...]
 
 
 class FetchedFrom(Record):
@@ -111,29 +129,55 @@ def copy_under_way(remote: Remote, run: str) -> int:
     if there is not None:
         _check_ours(remote, there, run)
     content = snapshot(run, copying.copied_parts(run, remote.url))
-    files = tuple(_record(path, data) for path, data in content)
-    if not files:
+    if not content:
         if there is not None:
             remote.remove(_index(run))
             _remove_unnamed(remote, run, ())
         return 0
-    for file, (_, data) in zip(files, content, strict=True):
-        if remote.num_bytes(_object(run, file)) != file.num_bytes:
-            remote.replace(_object(run, file), data)
+    before = {file.path: file for file in there.files} if there is not None else {}
+    names = frozenset(remote.names(f"{run}/{FOLDER}"))
+    files = tuple(_copied_file(remote, run, path, data, before, names) for path, data in content)
     index = UnderWay(run=run, run_id=run_id(run), writer=_own_id(), files=files)
-    remote.replace(_index(run), index.model_dump_json(indent=1).encode())
+    if index != there:
+        remote.replace(_index(run), index.model_dump_json().encode())
     _remove_unnamed(remote, run, files)
     return len(files)
 
 
+def _copied_file(
+    remote: Remote, run: str, path: Path, data: bytes, before: Mapping[str, CopiedFile], names: Collection[str]
+) -> CopiedFile:
+    """Bring what is new of a file into the store.
+
+    before: The files of the last copy, by path. names: Of the pieces that are there.
+    """
+    record = _record(path, data)
+    old = before.get(record.path)
+    pieces = old.content if old is not None and _goes_on(data, old) and {each.sha256 for each in old.content} <= names else ()
+    begin = sum(piece.num_bytes for piece in pieces)
+    if new := data[begin:]:
+        piece = Piece(sha256=hashlib.sha256(new).hexdigest(), num_bytes=len(new))
+        if remote.num_bytes(_object(run, piece)) != piece.num_bytes:
+            remote.replace(_object(run, piece), new)
+        pieces = (*pieces, piece)
+    return CopiedFile(**record.model_dump(), pieces=pieces)
+
+
+def _goes_on(data: bytes, old: CopiedFile) -> bool:
+    """Whether a file's content only has more at its end than at the last copy. It is sent as a whole where it has too many pieces."""
+    if old.num_bytes < len(data) and len(old.content) >= MAX_PIECES:
+        return False
+    return old.num_bytes <= len(data) and hashlib.sha256(memoryview(data)[: old.num_bytes]).hexdigest() == old.sha256
+
+
 def snapshot(run: str, copied: Collection[str]) -> list[tuple[Path, bytes]]:
-    """Return the files of a run's steps that the store does not have, as far as they hold samples.
+    """Return the files of a run's steps that the store does not have, as far as they hold samples, and the paid answers of judges.
 
     copied: Names of the parts that the store has. A step that is committed and not copied yet would be lost with its machine.
     """
     steps = [path for path in sorted(RunFolder.of(run).steps.glob("[0-9]*")) if step_part(int(path.name)) not in copied]
     folders = [folder for step in steps for folder in (step, *sorted((step / "draws").glob("[0-9]*")))]
-    found = [each for folder in folders for each in _of_folder(StepFolder(folder))]
+    found = [each for folder in folders for each in _of_folder(StepFolder(folder))] + paid_under_way(run, copied)
     if not found or BEGINNING in copied:
         return found
     return [(path, data) for path in beginning(run) if (data := _content(path))] + found
@@ -152,10 +196,10 @@ def copy_run(run: str) -> bool:
     return True
 
 
-def _remove_committed(remote: Remote, run: str, copied: Collection[str]) -> None:
+def _remove_committed(remote: Remote, run: str, copied: frozenset[str]) -> None:
     there = read_under_way(remote, run)
-    steps = [int(Path(file.path).parts[3]) for file in there.files if Path(file.path).parts[2] == "steps"] if there else []
-    if steps and all(step_part(step) in copied for step in steps):
+    needed = {part for file in there.files if (part := _part_of(file))} if there else set()
+    if needed and needed <= copied:
         remote.remove(_index(run))
         _remove_unnamed(remote, run, ())
 
@@ -181,17 +225,17 @@ def _content(path: Path) -> bytes | None:
         return None
 
 
-def fetch_under_way(remote: Remote, run: str, num_committed: int, staging: Path) -> None:
+def fetch_under_way(remote: Remote, run: str, copied: Collection[str], staging: Path) -> None:
     """Bring the samples of steps that the store does not have as committed into a workspace's folder: all of them or, with a warning, none.
 
-    num_committed: Number of the run's next step.
+    copied: Names of the parts that the store has.
     """
     try:
         there = read_under_way(remote, run)
         if there is None:
             return
-        needed = [file for file in there.files if _is_needed(file, run, num_committed)]
-        content = {file: remote.read(_object(run, file), file.num_bytes) for file in needed}
+        needed = [file for file in there.files if (_part_of(file) or BEGINNING) not in copied]
+        content = {file: _joined(remote, run, file) for file in needed}
     except (RemoteError, ValueError) as error:
         log.warning("the samples of the step under way of run %s cannot be fetched, they are made again: %s", run, error)
         return
@@ -205,10 +249,19 @@ def fetch_under_way(remote: Remote, run: str, num_committed: int, staging: Path)
     log.info("%d files of the step under way of run %s fetched", len(content), run)
 
 
-def _is_needed(file: File, run: str, num_committed: int) -> bool:
-    """Whether a file of the copy belongs to a step that is not committed, or to the beginning of a run without one."""
-    place = Path(file.path).relative_to(RunFolder.of(run).path.relative_to(settings().workspace)).parts
-    return int(place[1]) >= num_committed if place[0] == RunFolder.of(run).steps.name else not num_committed
+def _joined(remote: Remote, run: str, file: CopiedFile) -> bytes | None:
+    """The content of a file; None where a piece is missing."""
+    pieces = [remote.read(_object(run, piece), piece.num_bytes) for piece in file.content]
+    return None if None in pieces else b"".join(piece for piece in pieces if piece)
+
+
+def _part_of(file: File) -> str:
+    """Name the part that has a file of the copy once it is complete; empty for the beginning of a run."""
+    _, _, kind, *place = Path(file.path).parts  # runs/RUN/steps/000003/...
+    folder = RunFolder.of("")
+    if kind == folder.steps.name:
+        return step_part(int(place[0]))
+    return evaluation_part(place[0]) if kind == folder.evaluations.name else ""
 
 
 def read_under_way(remote: Remote, run: str) -> UnderWay | None:
@@ -233,8 +286,8 @@ def _own_id() -> str:
     return known
 
 
-def _remove_unnamed(remote: Remote, run: str, files: tuple[File, ...]) -> None:
-    named = {_index(run), *(_object(run, file) for file in files)}
+def _remove_unnamed(remote: Remote, run: str, files: tuple[CopiedFile, ...]) -> None:
+    named = {_index(run), *(_object(run, piece) for file in files for piece in file.content)}
     for name in (f"{run}/{FOLDER}/{each}" for each in remote.names(f"{run}/{FOLDER}")):
         if name not in named:
             remote.remove(name)
@@ -244,8 +297,8 @@ def _index(run: str) -> str:
     return f"{run}/{FOLDER}/index.json"
 
 
-def _object(run: str, file: File) -> str:
-    return f"{run}/{FOLDER}/{file.sha256}"
+def _object(run: str, piece: Piece) -> str:
+    return f"{run}/{FOLDER}/{piece.sha256}"
 
 
 def _record(path: Path, data: bytes) -> File:
