@@ -102,6 +102,11 @@ def _existing(paths: Iterable[Path]) -> tuple[Path, ...]:
     )
 
 
+def is_of(run: str, path: str) -> bool:
+    """Whether a path that a store gives is inside the run's folder of a workspace."""
+    return path.startswith(f"runs/{run}/") and ".." not in path.split("/")
+
+
 def is_same(here: Copy, there: Copy) -> bool:
     """Whether what is here of a final part is what the store has. A step is known by its manifest; of an adapter, retention may have removed
     files on either side."""

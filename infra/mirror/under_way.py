@@ -11,14 +11,17 @@ does not fit are quarantined when they are opened, as after a crash: a copy can 
 import hashlib
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from infra.mirror import copying
-from infra.mirror.copies import BEGINNING, beginning, evaluation_part, step_part
+from infra.mirror.copies import BEGINNING, beginning, evaluation_part, is_of, step_part
 from infra.mirror.copying import AnotherRun
 from infra.mirror.paid import paid_under_way
 from infra.mirror.remote import Remote, RemoteError
@@ -32,6 +35,8 @@ log = logging.getLogger(__name__)
 FOLDER = "under-way"
 LAST_COPY_S = 5.0
 """Seconds that a committed step waits at most until its copy is removed, if there was one."""
+AT_WORK_S = 120.0
+"""A copy that is younger is of a machine that may still be at work."""
 MAX_PIECES = 64
 """Of a file; with more it is sent as a whole again. A journal that is copied so often has grown by that much."""
 
@@ -57,6 +62,8 @@ class UnderWay(Record):
     run_id: str
     writer: str
     """Id of the workspace that wrote it."""
+    at: float = 0.0
+    """When, in seconds since the epoch, by that machine's clock."""
     files: tuple[CopiedFile, ...]
 
 
@@ -137,9 +144,8 @@ def copy_under_way(remote: Remote, run: str) -> int:
     before = {file.path: file for file in there.files} if there is not None else {}
     names = frozenset(remote.names(f"{run}/{FOLDER}"))
     files = tuple(_copied_file(remote, run, path, data, before, names) for path, data in content)
-    index = UnderWay(run=run, run_id=run_id(run), writer=_own_id(), files=files)
-    if index != there:
-        remote.replace(_index(run), index.model_dump_json().encode())
+    index = UnderWay(run=run, run_id=run_id(run), writer=_own_id(), at=time.time(), files=files)
+    remote.replace(_index(run), index.model_dump_json().encode())
     _remove_unnamed(remote, run, files)
     return len(files)
 
@@ -234,9 +240,10 @@ def fetch_under_way(remote: Remote, run: str, copied: Collection[str], staging: 
         there = read_under_way(remote, run)
         if there is None:
             return
-        needed = [file for file in there.files if (_part_of(file) or BEGINNING) not in copied]
+        _warn_if_at_work(there)
+        needed = [file for file in there.files if is_of(run, file.path) and (_part_of(file) or BEGINNING) not in copied]
         content = {file: _joined(remote, run, file) for file in needed}
-    except (RemoteError, ValueError) as error:
+    except RemoteError as error:
         log.warning("the samples of the step under way of run %s cannot be fetched, they are made again: %s", run, error)
         return
     for file, data in content.items():
@@ -247,6 +254,16 @@ def fetch_under_way(remote: Remote, run: str, copied: Collection[str], staging: 
         write(staging / file.path, data or b"")
     write_json(staging / "runs" / run / RunFolder.of(run).fetched_from.name, FetchedFrom(writer=there.writer).model_dump())
     log.info("%d files of the step under way of run %s fetched", len(content), run)
+
+
+def _warn_if_at_work(there: UnderWay) -> None:
+    age_s = time.time() - there.at
+    if there.writer != _own_id() and age_s < AT_WORK_S:
+        log.warning(
+            "another machine copied run %s %.0f s ago: if it still makes it, stop it there, for one of the two machines will be stopped",
+            there.run,
+            max(0.0, age_s),
+        )
 
 
 def _joined(remote: Remote, run: str, file: CopiedFile) -> bytes | None:
@@ -265,9 +282,18 @@ def _part_of(file: File) -> str:
 
 
 def read_under_way(remote: Remote, run: str) -> UnderWay | None:
-    """Raises ValueError for an index that this version cannot read."""
+    """Raises RemoteError for an index that this version cannot read."""
     content = remote.read(_index(run))
-    return None if content is None else UnderWay.model_validate_json(content)
+    try:
+        return None if content is None else UnderWay.model_validate_json(content)
+    except ValidationError as error:
+        raise RemoteError(f"{remote.url}/{_index(run)} is no index that this version of Ratchet can read") from error
+
+
+def check_writer(remote: Remote, run: str) -> None:
+    """Raises AnotherRun where another machine has copied the step under way of a run."""
+    if (there := read_under_way(remote, run)) is not None:
+        _check_ours(remote, there, run)
 
 
 def _check_ours(remote: Remote, there: UnderWay, run: str) -> None:

@@ -37,6 +37,7 @@ NUM_ATTEMPTS = 10_000
 @pytest.fixture
 def folder(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A store in a folder, with a run of two steps here."""
+    (tmp_path / "shared").mkdir()
     here(workspace, monkeypatch, str(tmp_path / "shared"))
     neighbours.begin()
     assert copy_run(RUN)
@@ -109,6 +110,7 @@ def test_a_run_that_was_lost_in_its_first_step_is_continued_with_its_samples(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "empty"
+    folder.mkdir()
     here(tmp_path / "first", monkeypatch, str(folder))
     new_id(run_folder(RUN))
     write_json(RunFolder.of(RUN).config, {"name": RUN})
@@ -116,7 +118,7 @@ def test_a_run_that_was_lost_in_its_first_step_is_continued_with_its_samples(
     assert copied() == 0, "no sample, no copy"
     journal_of(0, 0, 2)
     assert copied() == 3
-    assert stored_runs(str(folder)) == [(RUN, 0, None, f"{folder}/{RUN}")]
+    assert stored_runs(str(folder)) == [(RUN, 0, None, f"{folder}/{RUN}", "")]
     here(tmp_path / "other", monkeypatch, settings().store_url)
     fetched()
     assert RunFolder.of(RUN).config.read_bytes() == before and kept(0) == [0, 1]
