@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.records import File, Record
-from infra.store.layout import DELIVERED, EVALUATION, ID, MANIFEST, PREFECT_PAGE, REMOVED, RunFolder
+from infra.store.layout import DELIVERED, EVALUATION, ID, MANIFEST, PREFECT_PAGE, REMOVED, RunFolder, Workspace
 
 INDEX, OBJECTS = "index", "objects"
 NOT_COPIED = (DELIVERED, PREFECT_PAGE)
@@ -103,8 +103,8 @@ def _existing(paths: Iterable[Path]) -> tuple[Path, ...]:
 
 
 def is_of(run: str, path: str) -> bool:
-    """Whether a path that a store gives is inside the run's folder of a workspace."""
-    return path.startswith(f"runs/{run}/") and ".." not in path.split("/")
+    """Whether a file that a store names is in the run's folder; those of a run that was renamed in the store are not."""
+    return path.startswith(f"{RunFolder.of(run).path.relative_to(Workspace.here().path)}/")
 
 
 def is_same(here: Copy, there: Copy) -> bool:

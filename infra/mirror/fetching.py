@@ -129,7 +129,7 @@ def _bring(remote: Remote, run: str, names: list[str]) -> None:
     copies = [_copy_of(remote, run, name) for name in names]
     files = {file.path: file for copy in copies for file in copy.files}
     if strange := [path for path in files if not is_of(run, path)]:
-        raise ValueError(f"{remote.url}/{run}/{INDEX} names {strange[0]!r}, which is no file of run {run!r}: nothing was fetched")
+        raise ValueError(f"{remote.url}/{run}/{INDEX} names {strange[0]!r}, no file of run {run!r}: give it its own name again")
     for file in files.values():
         _bring_file(remote, run, file, staging / file.path)
     log.info("%d files of run %s fetched from %s", len(files), run, remote.url)

@@ -212,7 +212,7 @@ def _remove_committed(remote: Remote, run: str, copied: frozenset[str]) -> None:
 
 def _of_folder(folder: StepFolder) -> list[tuple[Path, bytes]]:
     # Journals first: one that is gone by now has become the finished rollout that is read next.
-    journals = (folder.journal, folder.turns_journal, folder.episodes_journal)
+    journals = (folder.journal, folder.turns_journal, folder.episodes_journal, folder.scores_journal)
     found = {path: data[: data.rfind(b"\n") + 1] for path in journals if (data := _content(path))}
     note = read_note(folder.samples_inputs, dict[str, Any])
     written = (folder.samples, folder.left_over, folder.left_over_episodes)

@@ -20,6 +20,8 @@ from infra.mirror.copying import AnotherRun
 from infra.mirror.fetching import fetch, stored_runs
 from infra.mirror.remote import Remote, RemoteError
 from infra.mirror.under_way import copied_under_way, copy_run, copy_under_way
+from infra.rewards.outcome import Outcome
+from infra.rewards.scores import ScoreJournal
 from infra.settings import settings
 from infra.store.files import new_id, record_of, write_json
 from infra.store.layout import RunFolder, StepFolder, run_folder
@@ -166,6 +168,20 @@ def test_a_journal_is_sent_piece_by_piece_and_joined_on_another_machine(
     here(tmp_path / "other", monkeypatch, settings().store_url)
     fetched()
     assert StepFolder.at(RUN, 2).journal.read_bytes() == whole and kept(2) == [*range(8)]
+
+
+def test_what_rewards_have_judged_is_continued_on_another_machine(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal_of(2, 0, 1)
+    path = StepFolder.at(RUN, 2).scores_journal
+    with ScoreJournal(path, FENCE) as journal:
+        journal.add(("f", 4, 0, "d"), Outcome(0.5, {}))
+    assert copied() == 2
+    here(tmp_path / "other", monkeypatch, settings().store_url)
+    fetched()
+    with ScoreJournal(StepFolder.at(RUN, 2).scores_journal, FENCE) as journal:
+        assert journal.outcomes == {("f", 4, 0, "d"): Outcome(0.5, {})}
 
 
 def test_a_journal_that_was_written_again_is_sent_again_as_a_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
