@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from infra.failures import StoreRefused
 from infra.mirror.copies import BEGINNING, Copy, Part, index_name, is_same, object_name, parts
-from infra.mirror.remote import AddressRefused, Remote, RemoteError
+from infra.mirror.remote import AddressRefused, Remote, RemoteError, Unreadable
 from infra.records import Record
 from infra.settings import settings
 from infra.store.digests import sha256_of
@@ -154,7 +154,7 @@ def _copied_part(remote: Remote, run: str, part: Part) -> Copy:
 def _check_ours(remote: Remote, copy: Copy, stored: Copy, part: Part) -> None:
     _check_id(remote, copy.run, stored)
     if part.is_final and not is_same(copy, stored):
-        raise _made_elsewhere(remote, copy.run, part.name)
+        raise made_elsewhere(remote, copy.run, f"{part.name} of run {copy.run!r} as another machine made it")
 
 
 def check_part(remote: Remote, run: str, name: str) -> None:
@@ -166,7 +166,7 @@ def check_part(remote: Remote, run: str, name: str) -> None:
     if ours is not None:
         _check_ours(remote, _copy(run, ours), stored, ours)
     elif name != BEGINNING:
-        raise _made_elsewhere(remote, run, name)
+        raise made_elsewhere(remote, run, f"{name} of run {run!r} as another machine made it")
 
 
 def _check_id(remote: Remote, run: str, stored: Copy) -> None:
@@ -177,20 +177,20 @@ def _check_id(remote: Remote, run: str, stored: Copy) -> None:
         )
 
 
-def _made_elsewhere(remote: Remote, run: str, part: str) -> AnotherRun:
+def made_elsewhere(remote: Remote, run: str, what: str) -> AnotherRun:
     return AnotherRun(
-        f"{remote.url} has {part} of run {run!r} as another machine made it: stop this run, and go on where it is now, or from "
-        f"there with `ratchet rm {run}` and `ratchet run --from {remote.url}/{run}`"
+        f"{remote.url} has {what}: stop this run, and go on where it is now, or from there with `ratchet rm {run}` and "
+        f"`ratchet run --from {remote.url}/{run}`"
     )
 
 
 def there(remote: Remote, name: str) -> Copy | None:
-    """Read an index; None where there is none. Raises RemoteError for one that this version cannot read."""
+    """Read an index; None where there is none. Raises Unreadable for one that this version cannot read."""
     content = remote.read(name)
     try:
         return None if content is None else Copy.model_validate_json(content)
     except ValidationError as error:
-        raise RemoteError(f"{remote.url}/{name} is no index that this version of Ratchet can read") from error
+        raise Unreadable(f"{remote.url}/{name} is no index that this version of Ratchet can read") from error
 
 
 def _copy(run: str, part: Part) -> Copy:

@@ -5,7 +5,7 @@ import logging
 from infra.mirror import copying
 from infra.mirror.copies import BEGINNING, index_name, step_part
 from infra.mirror.copying import AnotherRun
-from infra.mirror.remote import Remote, RemoteError
+from infra.mirror.remote import CHECK_S, Remote, RemoteError
 from infra.mirror.under_way import check_writer
 from infra.runs import lineage
 from infra.settings import settings
@@ -23,7 +23,7 @@ def check_is_ours(run: str) -> None:
     url = settings().store_url
     if url is None or copying.is_away(url):
         return
-    remote = Remote(url)
+    remote = Remote(url, CHECK_S)
     try:
         if run_id(run):
             _check_begun(remote, run)

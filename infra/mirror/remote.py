@@ -73,6 +73,10 @@ class RemoteError(OSError):
         self.is_refusal = is_refusal
 
 
+class Unreadable(RemoteError):
+    """An index is there, and this version cannot read it."""
+
+
 class AddressRefused(ValueError):
     """No store can be reached by an address. The message is one line."""
 
@@ -106,8 +110,12 @@ class Remote:
     is waited for is decided by its mount.
     """
 
-    def __init__(self, url: str) -> None:
-        """Raises AddressRefused for an address that no library here can reach, or that holds a password."""
+    def __init__(self, url: str, answer_s: float | None = None) -> None:
+        """answer_s: Longest time of a call, in seconds; None: ANSWER_S, and more for data.
+
+        Raises:
+            AddressRefused: for an address that no library here can reach, or that holds a password.
+        """
         self.url = checked_address(url)
         protocol = self.url.partition("://")[0] if "://" in self.url else "file"
         try:
@@ -126,7 +134,7 @@ class Remote:
         ) as error:  # of a library that loads others, such as that of hdfs://, or lacks arguments
             raise AddressRefused(f"store {url} cannot be used: {_said(error)}; {RIGHT}") from error
         self.renames = protocol not in OBJECT_STORES
-        self.has_limits, self.protocol = bool(self.files.async_impl), protocol
+        self.has_limits, self.protocol, self.answer_s = bool(self.files.async_impl), protocol, answer_s
 
     def check(self) -> None:
         """Raises RemoteError where the address cannot be reached and written to with the keys at hand, or does not answer within CHECK_S.
@@ -228,7 +236,8 @@ class Remote:
 
     def _within(self, limit_s: float | None = None) -> dict[str, float]:
         """Return the library's argument that limits a call, in seconds, by default to ANSWER_S; none for a folder."""
-        return {"timeout": ANSWER_S if limit_s is None else limit_s} if self.has_limits else {}
+        limit_s = ANSWER_S if limit_s is None else limit_s
+        return {"timeout": min(limit_s, self.answer_s or limit_s)} if self.has_limits else {}
 
     @contextmanager
     def _whole(self, name: str, *, replaces: bool = True) -> Iterator[str]:

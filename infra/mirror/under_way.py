@@ -24,7 +24,7 @@ from infra.mirror import copying
 from infra.mirror.copies import BEGINNING, beginning, evaluation_part, is_of, step_part
 from infra.mirror.copying import AnotherRun
 from infra.mirror.paid import paid_under_way
-from infra.mirror.remote import Remote, RemoteError
+from infra.mirror.remote import Remote, RemoteError, Unreadable
 from infra.records import File, Record
 from infra.settings import settings
 from infra.store.files import read_note, run_id, write, write_json
@@ -235,25 +235,33 @@ def fetch_under_way(remote: Remote, run: str, copied: Collection[str], staging: 
     """Bring the samples of steps that the store does not have as committed into a workspace's folder: all of them or, with a warning, none.
 
     copied: Names of the parts that the store has.
+
+    Raises:
+        RemoteError: where the store does not answer.
     """
     try:
         there = read_under_way(remote, run)
-        if there is None:
-            return
-        _warn_if_at_work(there)
-        needed = [file for file in there.files if is_of(run, file.path) and (_part_of(file) or BEGINNING) not in copied]
-        content = {file: _joined(remote, run, file) for file in needed}
-    except RemoteError as error:
+    except Unreadable as error:
         log.warning("the samples of the step under way of run %s cannot be fetched, they are made again: %s", run, error)
         return
+    if there is None:
+        return
+    _warn_if_at_work(there)
+    write_json(_in(staging, RunFolder.of(run).fetched_from), FetchedFrom(writer=there.writer).model_dump())
+    needed = [file for file in there.files if is_of(run, file.path) and (_part_of(file) or BEGINNING) not in copied]
+    content = {file: _joined(remote, run, file) for file in needed}
     for file, data in content.items():
         if data is None or hashlib.sha256(data).hexdigest() != file.sha256:
             log.warning("the store's copy of %s is not whole: the samples of the step under way are made again", file.path)
             return
     for file, data in content.items():
         write(staging / file.path, data or b"")
-    write_json(staging / "runs" / run / RunFolder.of(run).fetched_from.name, FetchedFrom(writer=there.writer).model_dump())
     log.info("%d files of the step under way of run %s fetched", len(content), run)
+
+
+def _in(staging: Path, path: Path) -> Path:
+    """Where a file of this workspace lies in a folder that is made like one."""
+    return staging / path.relative_to(Workspace.here().path)
 
 
 def _warn_if_at_work(there: UnderWay) -> None:
@@ -282,12 +290,12 @@ def _part_of(file: File) -> str:
 
 
 def read_under_way(remote: Remote, run: str) -> UnderWay | None:
-    """Raises RemoteError for an index that this version cannot read."""
+    """Raises Unreadable for an index that this version cannot read."""
     content = remote.read(_index(run))
     try:
         return None if content is None else UnderWay.model_validate_json(content)
     except ValidationError as error:
-        raise RemoteError(f"{remote.url}/{_index(run)} is no index that this version of Ratchet can read") from error
+        raise Unreadable(f"{remote.url}/{_index(run)} is no index that this version of Ratchet can read") from error
 
 
 def check_writer(remote: Remote, run: str) -> None:
@@ -299,9 +307,7 @@ def check_writer(remote: Remote, run: str) -> None:
 def _check_ours(remote: Remote, there: UnderWay, run: str) -> None:
     fetched = read_note(RunFolder.of(run).fetched_from, FetchedFrom)
     if there.writer != _own_id() and (fetched is None or fetched.writer != there.writer):
-        raise AnotherRun(
-            f"{remote.url} has the step under way of run {run!r} as another machine makes it: stop this run, and go on where it is now"
-        )
+        raise copying.made_elsewhere(remote, run, f"the step under way of run {run!r} as another machine makes it")
 
 
 def _own_id() -> str:

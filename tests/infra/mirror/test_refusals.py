@@ -188,6 +188,29 @@ def test_an_address_without_a_run_says_what_one_looks_like(url: str, workspace: 
         fetch(url)
 
 
+def test_a_store_that_goes_away_while_a_run_is_fetched_costs_no_samples(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal_of(2, 0, 1)
+    assert copy_under_way(Remote(str(folder)), RUN) == 1
+    here(tmp_path / "other", monkeypatch, str(folder))
+    read = Remote.read
+
+    def away(self: Remote, name: str, num_bytes: int = 0) -> bytes | None:
+        if "/under-way/" in name:
+            raise RemoteError("away")
+        return read(self, name, num_bytes)
+
+    monkeypatch.setattr(Remote, "read", away)
+    with pytest.raises(RemoteError, match="away"):
+        fetch(f"{folder}/{RUN}")
+    assert not run_folder(RUN).exists(), "or the samples would be made again"
+    monkeypatch.setattr(Remote, "read", read)
+    (folder / RUN / "under-way/index.json").write_text("{")
+    fetch(f"{folder}/{RUN}")
+    assert "is no index that this version of Ratchet can read" in caplog.text and run_folder(RUN).exists()
+
+
 # -- two machines
 
 

@@ -274,6 +274,8 @@ def test_a_copy_with_a_changed_object_is_left_out_whole(
     fetched()
     assert not StepFolder.at(RUN, 2).path.exists() and not StepFolder.at(RUN, 3).path.exists()
     assert "the samples of the step under way are made again" in caplog.text
+    journal_of(2, 0, 1)
+    assert copied() == 1, "the run is this machine's now all the same"
 
 
 def test_samples_and_the_note_about_them_are_copied_together_or_not_at_all(folder: Path) -> None:
