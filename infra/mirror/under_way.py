@@ -41,18 +41,18 @@ MAX_PIECES = 64
 """Of a file; with more it is sent as a whole again. A journal that is copied so often has grown by that much."""
 
 
-class Piece(Record):
+class CopiedPiece(Record):
     sha256: str
     num_bytes: int
 
 
 class CopiedFile(File):
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[CopiedPiece, ...] = ()
     """Its content, in their order; empty, as earlier versions wrote it: one piece."""
 
     @property
-    def content(self) -> tuple[Piece, ...]:
-        return self.pieces or (Piece(sha256=self.sha256, num_bytes=self.num_bytes),)
+    def content(self) -> tuple[CopiedPiece, ...]:
+        return self.pieces or (CopiedPiece(sha256=self.sha256, num_bytes=self.num_bytes),)
 
 
 class UnderWay(Record):
@@ -162,7 +162,7 @@ def _copied_file(
     pieces = old.content if old is not None and _goes_on(data, old) and {each.sha256 for each in old.content} <= names else ()
     begin = sum(piece.num_bytes for piece in pieces)
     if new := data[begin:]:
-        piece = Piece(sha256=hashlib.sha256(new).hexdigest(), num_bytes=len(new))
+        piece = CopiedPiece(sha256=hashlib.sha256(new).hexdigest(), num_bytes=len(new))
         if remote.num_bytes(_object(run, piece)) != piece.num_bytes:
             remote.replace(_object(run, piece), new)
         pieces = (*pieces, piece)
@@ -329,7 +329,7 @@ def _index(run: str) -> str:
     return f"{run}/{FOLDER}/index.json"
 
 
-def _object(run: str, piece: Piece) -> str:
+def _object(run: str, piece: CopiedPiece) -> str:
     return f"{run}/{FOLDER}/{piece.sha256}"
 
 
