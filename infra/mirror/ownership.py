@@ -6,7 +6,7 @@ from infra.mirror import copying
 from infra.mirror.copies import BEGINNING, index_name, step_part
 from infra.mirror.copying import AnotherRun
 from infra.mirror.remote import CHECK_S, Remote, RemoteError
-from infra.mirror.under_way import check_writer
+from infra.mirror.under_way import check_writer, read_under_way
 from infra.runs import lineage
 from infra.settings import settings
 from infra.store.files import run_id
@@ -27,7 +27,7 @@ def check_is_ours(run: str) -> None:
     try:
         if run_id(run):
             _check_begun(remote, run)
-        elif copying.there(remote, index_name(run, BEGINNING)) is not None:
+        elif copying.there(remote, index_name(run, BEGINNING)) or read_under_way(remote, run):
             raise AnotherRun(
                 f"{url} holds a run {run!r} that is not here: `ratchet run --from {url}/{run}` goes on with it; for a new run give another name"
             )

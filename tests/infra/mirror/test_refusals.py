@@ -20,7 +20,7 @@ from infra.mirror.remote import AddressRefused, Remote, RemoteError
 from infra.mirror.under_way import copy_run, copy_under_way
 from infra.settings import settings
 from infra.store.files import new_id, write_json
-from infra.store.layout import RunFolder, run_folder
+from infra.store.layout import RunFolder, StepFolder, run_folder
 from infra.tracking import upload
 
 spec = importlib.util.spec_from_file_location("under_way_tests", Path(__file__).with_name("test_under_way.py"))
@@ -237,6 +237,22 @@ def test_a_new_run_of_a_name_that_the_store_has_is_refused_before_it_begins(fold
     write_json(RunFolder.of(RUN).config, {"name": RUN})
     with pytest.raises(AnotherRun, match="holds another run 'mine'"):
         check_is_ours(RUN)
+
+
+def test_a_new_run_of_a_name_whose_first_step_another_machine_makes_is_refused(
+    folder: Path, other: Callable[[str], None]
+) -> None:
+    new_id(run_folder("new"))
+    write_json(RunFolder.of("new").config, {"name": "new"})
+    StepFolder.at("new", 0).path.mkdir(parents=True)
+    journal_of(0, 0, 1).rename(StepFolder.at("new", 0).journal)
+    assert copy_under_way(Remote(str(folder)), "new") == 3
+    check_is_ours("new")
+    other("other")
+    with pytest.raises(
+        AnotherRun, match=f"holds a run 'new' that is not here: `ratchet run --from {folder}/new` goes on with it"
+    ):
+        check_is_ours("new")
 
 
 def test_the_machine_whose_run_goes_on_elsewhere_stops_at_its_next_step(folder: Path, other: Callable[[str], None]) -> None:
