@@ -163,6 +163,18 @@ def test_a_listing_that_lags_behind_hides_no_step(folder: Path, tmp_path: Path, 
     assert (run_folder(RUN) / "steps/000002/manifest.json").exists()
 
 
+def test_a_run_goes_on_before_a_damaged_step_whose_indices_are_removed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("step-000001.json", "adapter-000002.json"):
+        (folder / RUN / "index" / name).unlink()
+    here(tmp_path / "other", monkeypatch, str(folder))
+    fetch(f"{folder}/{RUN}")
+    check_is_ours(RUN)
+    make(1, content="again")
+    assert copy_run(RUN) and stored_runs(str(folder))[0].num_steps == 2
+
+
 def test_a_path_outside_of_the_run_is_not_written(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = folder / RUN / "index/step-000001.json"
     index.write_text(index.read_text().replace("runs/mine/steps/000001/report.json", "runs/mine/../../../outside"))
