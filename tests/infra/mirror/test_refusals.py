@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -308,5 +309,5 @@ def test_a_store_that_is_away_says_nothing_about_other_machines(folder: Path, mo
     RunFolder.of(RUN).copied.unlink()
     check_is_ours(RUN)
     monkeypatch.setattr(ownership, "Remote", away)
-    monkeypatch.setattr(copying, "_away", {str(folder): copying.time.monotonic()})
+    monkeypatch.setattr(copying, "_away", {str(folder): time.monotonic()})
     check_is_ours(RUN)
