@@ -20,6 +20,7 @@ from flows.parameters import CHANGES, NAME, PRESET, RunChanges, resolved
 from infra.colocation.plans import resolve_colocation
 from infra.config import RunConfig
 from infra.eval_records import Evaluation, EvaluationReport
+from infra.mirror.under_way import copied_under_way
 from infra.processes.gpu_lock import gpu_lock
 from infra.records import AdapterVersion
 from infra.reporting.names import evaluation_name
@@ -84,7 +85,11 @@ def evaluate(
     config = resolved(config, preset, name)
     chosen = chosen_sets(config, sets)
     note_flow_run(evaluation_name(config.name, next_step(config.name) if adapter is None else adapter), config)
-    with gpu_lock(f"evaluation of {config.name}", preflight=partial(check, config, adapter, against)), progress_artifacts():
+    with (
+        gpu_lock(f"evaluation of {config.name}", preflight=partial(check, config, adapter, against)),
+        progress_artifacts(),
+        copied_under_way(config.name),
+    ):
         made = _evaluated(config, find_adapter(config, adapter), chosen)
         if against is None:
             return EvaluationReport(evaluations=tuple(made))

@@ -30,7 +30,7 @@ from tasks.reload_adapter import reload_adapter
 from tasks.support.flow_runs import note_flow_run
 from tasks.support.planning.layout import laid_out, note_plan
 from tasks.support.prefetch_rollout import prefetch_next_rollout, rollouts_during_training
-from tasks.support.preflight import check
+from tasks.support.preflight import check_step
 from tasks.support.progress_artifacts import progress_artifacts
 from tasks.train import train
 
@@ -61,7 +61,7 @@ def rl_step(
     config, layout = laid_out(resolve(config, preset, name))
     note_flow_run(step_name(config.name, next_step(config.name) if step is None else step), config)
     with (
-        gpu_lock(f"run {config.name}", preflight=partial(check, config)),
+        gpu_lock(f"run {config.name}", preflight=partial(check_step, config)),
         progress_artifacts(),
         record_system_metrics(),
         copied_under_way(config.name),

@@ -61,7 +61,8 @@ class NoNodesForRanks(ValueError):
 
 
 class StoreRefused(ValueError):
-    """The store at RATCHET_STORE_URL does not take these keys, or there is none. The message is one line that says all."""
+    """The store at RATCHET_STORE_URL does not take these keys, there is none, or it has the run of another machine. The message is one line
+    that says all."""
 
 
 class TrainerLost(RuntimeError):

@@ -140,6 +140,18 @@ class Settings(BaseSettings):
             )
         return self
 
+    @field_validator("store_url")
+    @classmethod
+    def _store_is_one_place(cls, url: str | None) -> str | None:
+        """Programs of this machine read it in folders of their own."""
+        if not url:
+            return None
+        if "://" not in url and not Path(url).expanduser().is_absolute():
+            raise ValueError(
+                f"RATCHET_STORE_URL {url!r} is no absolute path and no address: give a folder such as /mnt/shared/runs, or s3://BUCKET/FOLDER"
+            )
+        return url.rstrip("/") or url
+
     @field_validator("store_every_s")
     @classmethod
     def _copies_take_time(cls, seconds: float) -> float:

@@ -29,6 +29,7 @@ from infra.records import (
 )
 from infra.reporting import step_page
 from infra.reporting.headline_metrics import PARTS
+from infra.rewards.judges.ledger import step_work
 from infra.runs import lineage
 from infra.runs.accounting import unused
 from infra.runs.manifest import Manifest, environment, program_changes, read_manifest
@@ -296,6 +297,7 @@ def commit_step(
     # Before the commit: afterwards another process may upload the step's files to MLflow.
     ran = programs_of(batch, outcome)
     page = step_page.write_page(made, config, plan, page_of_this_flow(), changes_since_step_before(batch, *ran))
+    by_model.keep_paid(StepFolder.of(batch).paid, batch.run, step_work(batch.step))
     commit(made, manifest_of(config, plan, prompts, rollouts, scored, batch, start, trained, ran))
     brief.info("%s", page.line)
     write_json(StepFolder.of(made).check_costs, check_costs.taken())

@@ -14,6 +14,7 @@ from infra.config import RewardConfig
 from infra.data.prompts import Prompt
 from infra.models import base_model
 from infra.records import PromptBatch, Rollouts, ScoredRollouts
+from infra.rewards.judges.ledger import step_work
 from infra.store.files import read_json, read_json_lines, record_of, verified
 from infra.store.layout import StepFolder
 from infra.store.samples import WHOLE_REWARD, Sample, episodes_of, groups_of, is_judged, read_samples, write_samples
@@ -71,7 +72,7 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch, deadli
     """
     asked, folder = [Prompt(**row) for row in read_json_lines(verified(prompts.file))], StepFolder.of(rollouts)
     base = _base_sha256(rollouts) if config.is_judged_by_engine else by_judge_server.sha256_of(config)
-    work = JudgedWork(rollouts.run, f"step {rollouts.step}", folder.judgements, base_sha256=base)
+    work = JudgedWork(rollouts.run, step_work(rollouts.step), folder.judgements, base_sha256=base)
     with measured(rollouts.run, rollouts.step, verb_of("score", rollouts.draw)) as figures:
         samples = read_samples(verified(rollouts.file))
         if not rollouts.is_judged:

@@ -27,6 +27,7 @@ SMALL: dict[str, tuple[list[str], str]] = {
     "simulate.py": (["--prompts", "16", "--repeats", "1"], '"replica_speedup":'),
     "simulated_tables.py": ([], '"effective_training_time":'),
     "step_tail.py": (["--samples", "32", "--repeats", "1"], "32 samples"),
+    "under_way.py": (["FOLDER", "--samples", "64", "--copies", "2"], '"sent_over_journal": 1.0'),
     "tensor_file.py": (["FOLDER", "--megabytes", "4", "--repeat", "1"], "safetensors, then the digest:"),
 }
 """Arguments of each benchmark, and a part of what it prints."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.records import File, Record
-from infra.store.layout import DELIVERED, EVALUATION, ID, MANIFEST, PREFECT_PAGE, REMOVED, RunFolder
+from infra.store.layout import DELIVERED, EVALUATION, ID, MANIFEST, PREFECT_PAGE, REMOVED, RunFolder, Workspace
 
 INDEX, OBJECTS = "index", "objects"
 NOT_COPIED = (DELIVERED, PREFECT_PAGE)
@@ -55,6 +55,11 @@ def adapter_part(version: int) -> str:
     return f"adapter-{version:06d}"
 
 
+def evaluation_part(folder: str) -> str:
+    """folder: Name of the evaluation's."""
+    return f"evaluation-{folder}"
+
+
 def parts(run: str) -> list[Part]:
     """The parts of a run on the disk, in the order in which they are copied: an adapter before the step that made it, that one before the
     next. None before the first step is committed."""
@@ -67,7 +72,7 @@ def parts(run: str) -> list[Part]:
         Part(BEGINNING, beginning(run), is_final=False),
         *_adapters_and_steps(folder, steps),
         *(
-            Part(f"evaluation-{path.parent.name}", _existing(path.parent.rglob("*")), is_final=False)
+            Part(evaluation_part(path.parent.name), _existing(path.parent.rglob("*")), is_final=False)
             for path in sorted(folder.evaluations.glob(f"*/{EVALUATION}"))
         ),
         *([Part(END, _existing([folder.report, *summary]), is_final=False)] if folder.report.exists() else []),
@@ -95,6 +100,11 @@ def _existing(paths: Iterable[Path]) -> tuple[Path, ...]:
     return tuple(
         path for path in sorted(paths) if path.is_file() and path.name not in NOT_COPIED and not path.name.endswith(".partial")
     )
+
+
+def is_of(run: str, path: str) -> bool:
+    """Whether a file that a store names is in the run's folder; those of a run that was renamed in the store are not."""
+    return path.startswith(f"{RunFolder.of(run).path.relative_to(Workspace.here().path)}/")
 
 
 def is_same(here: Copy, there: Copy) -> bool:

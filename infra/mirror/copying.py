@@ -10,9 +10,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from infra.failures import StoreRefused
-from infra.mirror.copies import Copy, Part, index_name, is_same, object_name, parts
-from infra.mirror.remote import Remote, RemoteError
+from infra.mirror.copies import BEGINNING, Copy, Part, index_name, is_same, object_name, parts
+from infra.mirror.remote import AddressRefused, Remote, RemoteError, Unreadable
 from infra.records import Record
 from infra.settings import settings
 from infra.store.digests import sha256_of
@@ -35,7 +37,7 @@ class Copied(Record):
     """Digest of each part's index, by the part's name."""
 
 
-class AnotherRun(ValueError):
+class AnotherRun(StoreRefused):
     """The store has another run of this name, or this run as another machine has continued it."""
 
 
@@ -45,21 +47,28 @@ def check() -> None:
     A store that does not answer is a warning, after remote.CHECK_S at most: one for each time that it goes away.
 
     Raises:
-        ValueError: for an address that cannot be used; StoreRefused for keys that are not taken.
+        StoreRefused: for an address that cannot be used, or keys that are not taken.
     """
     url = settings().store_url
-    last = None if url is None else _away.get(url)
-    if url is None or (last is not None and time.monotonic() - last < RECHECK_S):
+    if url is None or is_away(url):
         return
     try:
         Remote(url).check()
         _away.pop(url, None)
+    except AddressRefused as error:
+        raise StoreRefused(f"RATCHET_STORE_URL: {error}") from error
     except RemoteError as error:
         if error.is_refusal:
             raise StoreRefused(f"RATCHET_STORE_URL: {error}") from error
+        is_told = url in _away
         _away[url] = time.monotonic()
-        if last is None:
+        if not is_told:
             log.warning("RATCHET_STORE_URL: %s; runs go on, their copies wait on disk, and `ratchet upload` makes them", error)
+
+
+def is_away(url: str) -> bool:
+    """Whether a check found a moment ago that the store does not answer."""
+    return url in _away and time.monotonic() - _away[url] < RECHECK_S
 
 
 def waiting(run: str) -> list[Part]:
@@ -81,7 +90,7 @@ def write_copied(path: Path, url: str, copies: Mapping[str, Copy]) -> None:
 
 def copied_parts(run: str, url: str) -> frozenset[str]:
     """Names of the parts that are known to be in the store at this address."""
-    return frozenset(_copied(run, url.rstrip("/")).parts) | frozenset(_copied(run, url).parts)
+    return frozenset(_copied(run, url).parts)
 
 
 def copied_adapters(run: str) -> set[int] | None:
@@ -125,9 +134,9 @@ def copy_run(run: str) -> bool:
 def _copied_part(remote: Remote, run: str, part: Part) -> Copy:
     """Bring a part into the store: its contents, then its index."""
     copy, name = _copy(run, part), index_name(run, part.name)
-    if (there := _there(remote, name)) is not None:
-        _check_ours(remote, copy, there, part)
-        if part.is_final or there == copy:
+    if (stored := there(remote, name)) is not None:
+        _check_ours(remote, copy, stored, part)
+        if part.is_final or stored == copy:
             return copy
     for file in copy.files:
         remote.put(path_of(file), object_name(run, file))
@@ -137,28 +146,51 @@ def _copied_part(remote: Remote, run: str, part: Part) -> Copy:
     content = copy.model_dump_json(indent=1).encode()
     if not part.is_final:
         remote.replace(name, content)
-    elif not remote.create(name, content) and (there := _there(remote, name)) is not None:
-        _check_ours(remote, copy, there, part)
+    elif not remote.create(name, content) and (stored := there(remote, name)) is not None:
+        _check_ours(remote, copy, stored, part)
     return copy
 
 
-def _check_ours(remote: Remote, copy: Copy, there: Copy, part: Part) -> None:
-    url = remote.url
-    if there.run_id != copy.run_id:
+def _check_ours(remote: Remote, copy: Copy, stored: Copy, part: Part) -> None:
+    _check_id(remote, copy.run, stored)
+    if part.is_final and not is_same(copy, stored):
+        raise made_elsewhere(remote, copy.run, f"{part.name} of run {copy.run!r} as another machine made it")
+
+
+def check_part(remote: Remote, run: str, name: str) -> None:
+    """Raises AnotherRun where the store has a part, of which it is not known here that it has it, as another machine made it."""
+    if name in copied_parts(run, remote.url) or (stored := there(remote, index_name(run, name))) is None:
+        return
+    _check_id(remote, run, stored)
+    ours = next((part for part in parts(run) if part.name == name), None)
+    if ours is not None:
+        _check_ours(remote, _copy(run, ours), stored, ours)
+    elif name != BEGINNING:
+        raise made_elsewhere(remote, run, f"{name} of run {run!r} as another machine made it")
+
+
+def _check_id(remote: Remote, run: str, stored: Copy) -> None:
+    if stored.run_id != (ours := run_id(run)):
         raise AnotherRun(
-            f"{url} holds another run {copy.run!r} (id {there.run_id}, here it is {copy.run_id}): give the run another name, "
+            f"{remote.url} holds another run {run!r} (id {stored.run_id}, here it is {ours}): give the run another name, "
             "or set RATCHET_STORE_URL to another place"
         )
-    if part.is_final and not is_same(copy, there):
-        raise AnotherRun(
-            f"{url} has {part.name} of run {copy.run!r} as another machine made it: stop this run, and go on where it is now, or from "
-            f"there with `ratchet rm {copy.run}` and `ratchet run --from {url}/{copy.run}`"
-        )
 
 
-def _there(remote: Remote, name: str) -> Copy | None:
+def made_elsewhere(remote: Remote, run: str, what: str) -> AnotherRun:
+    return AnotherRun(
+        f"{remote.url} has {what}: stop this run, and go on where it is now, or from there with `ratchet rm {run}` and "
+        f"`ratchet run --from {remote.url}/{run}`"
+    )
+
+
+def there(remote: Remote, name: str) -> Copy | None:
+    """Read an index; None where there is none. Raises Unreadable for one that this version cannot read."""
     content = remote.read(name)
-    return None if content is None else Copy.model_validate_json(content)
+    try:
+        return None if content is None else Copy.model_validate_json(content)
+    except ValidationError as error:
+        raise Unreadable(f"{remote.url}/{name} is no index that this version of Ratchet can read") from error
 
 
 def _copy(run: str, part: Part) -> Copy:

@@ -1,5 +1,6 @@
 """Go on with a run from its copy in a store: `ratchet run --from s3://bucket/runs/mine`, on a machine that has never seen it."""
 
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from infra.config.tools.names import RUN_NAME
-from infra.mirror.copies import BEGINNING, INDEX, Copy, adapter_part, index_name, object_name, step_part
+from infra.mirror.copies import BEGINNING, INDEX, Copy, adapter_part, index_name, is_of, object_name, step_part
 from infra.mirror.copying import write_copied
+from infra.mirror.paid import take_over
 from infra.mirror.remote import Remote, RemoteError
 from infra.mirror.under_way import FOLDER, fetch_under_way
 from infra.records import File
@@ -30,6 +32,8 @@ class StoredRun(NamedTuple):
     last_reward: float | None
     url: str
     """For `ratchet run --from`."""
+    trouble: str = ""
+    """Why it cannot be continued: a file that is damaged."""
 
 
 def stored_runs(url: str) -> list[StoredRun]:
@@ -38,28 +42,42 @@ def stored_runs(url: str) -> list[StoredRun]:
     Raises:
         ValueError: for an address that cannot be used, or a folder that does not exist; RemoteError for one that does not answer.
     """
-    remote = Remote(url)
-    if remote.protocol == "file" and not Path(remote.root).is_dir():  # an object store has no empty folders that could be missing
-        raise ValueError(f"store {url} does not exist: give a folder that is there, or s3://BUCKET/FOLDER, gs:// or az://")
+    remote = _existing(url)
     return [
         _stored(remote, name) for name in remote.names("") if remote.names(f"{name}/{INDEX}") or remote.names(f"{name}/{FOLDER}")
     ]
 
 
+def _existing(url: str) -> Remote:
+    remote = Remote(url)
+    if remote.is_missing():
+        raise ValueError(f"store {url} does not exist: give a folder that is there, or s3://BUCKET/FOLDER, gs:// or az://")
+    return remote
+
+
 def _stored(remote: Remote, run: str) -> StoredRun:
-    steps = [part for part in _part_names(remote, run) if part.startswith(_STEP)]
-    reward = None
-    if steps:
-        report = next(
-            (file for file in _copy_of(remote, run, steps[-1]).files if file.path.endswith(f"/{steps[-1][5:]}/{REPORT}")), None
-        )
-        content = remote.read(object_name(run, report), report.num_bytes) if report else None
-        reward = _reward_in(content) if content else None
-    return StoredRun(run, len(steps), reward, f"{remote.url}/{run}")
+    url, steps = f"{remote.url}/{run}", list[str]()
+    try:
+        names = _part_names(remote, run)
+        steps = [part for part in names if part.startswith(_STEP)]
+        _check_no_gap(url, names)
+        return StoredRun(run, len(steps), _last_reward(remote, run, steps), url)
+    except ValueError as error:
+        return StoredRun(run, len(steps), None, url, str(error))
 
 
-def _reward_in(report: bytes) -> float | None:
-    value = json.loads(report).get("metrics", {}).get("reward/mean")
+def _last_reward(remote: Remote, run: str, steps: list[str]) -> float | None:
+    """steps: Names of their parts. Raises ValueError where the last one's index or report is damaged."""
+    if not steps:
+        return None
+    step = steps[-1].removeprefix(_STEP)
+    report = next((file for file in _copy_of(remote, run, steps[-1]).files if file.path.endswith(f"/{step}/{REPORT}")), None)
+    if report is None:
+        return None
+    content = remote.read(object_name(run, report), report.num_bytes)
+    if content is None or hashlib.sha256(content).hexdigest() != report.sha256:
+        raise ValueError(f"{remote.url}/{object_name(run, report)} is not what was copied there ({report.path})")
+    value = json.loads(content).get("metrics", {}).get("reward/mean")
     return None if value is None else float(value)
 
 
@@ -74,8 +92,12 @@ def fetch(url: str) -> str:
     """
     open_workspace()
     address, slash, run = url.rstrip("/").rpartition("/")
+    if "://" in url and "://" not in address:
+        raise ValueError(
+            f"{url} names no run: give s3://BUCKET/FOLDER/RUN, as `ratchet runs --store s3://BUCKET/FOLDER` lists it"
+        )
     address = address or slash or "."
-    remote = Remote(address)
+    remote = _existing(address)
     names = _part_names(remote, run) if RUN_NAME.fullmatch(run) else []
     if BEGINNING not in names and not (RUN_NAME.fullmatch(run) and remote.names(f"{run}/{FOLDER}")):
         raise ValueError(f"{url} holds no run: `ratchet runs --store {address}` lists those that are there")
@@ -106,23 +128,22 @@ def _bring(remote: Remote, run: str, names: list[str]) -> None:
     staging = fresh_folder(Workspace.here().fetched / run)
     copies = [_copy_of(remote, run, name) for name in names]
     files = {file.path: file for copy in copies for file in copy.files}
+    if strange := [path for path in files if not is_of(run, path)]:
+        raise ValueError(f"{remote.url}/{run}/{INDEX} names {strange[0]!r}, no file of run {run!r}: give it its own name again")
     for file in files.values():
         _bring_file(remote, run, file, staging / file.path)
     log.info("%d files of run %s fetched from %s", len(files), run, remote.url)
     write_copied(
         staging / RunFolder.of(run).copied.relative_to(Workspace.here().path), remote.url, dict(zip(names, copies, strict=True))
     )
-    fetch_under_way(remote, run, _num_committed(names), staging)
+    fetch_under_way(remote, run, names, staging)
     if not (staging / RunFolder.of(run).config.relative_to(Workspace.here().path)).exists():
         raise ValueError(
             f"{remote.url}/{run} has no committed step, and its copy of the first one is not whole: begin the run again"
         )
-    publish_folder(staging / run_folder(run).relative_to(Workspace.here().path), run_folder(run))
-
-
-def _num_committed(names: list[str]) -> int:
-    """The number of the run's next step."""
-    return max((int(name.removeprefix(_STEP)) + 1 for name in names if name.startswith(_STEP)), default=0)
+    folder = staging / run_folder(run).relative_to(Workspace.here().path)
+    take_over(run, folder)
+    publish_folder(folder, run_folder(run))
 
 
 def _bring_file(remote: Remote, run: str, file: File, target: Path) -> None:
@@ -144,7 +165,17 @@ def _check_no_gap(url: str, names: list[str]) -> None:
 
 
 def _part_names(remote: Remote, run: str) -> list[str]:
-    return [name.removesuffix(".json") for name in remote.names(f"{run}/{INDEX}")]
+    """Names of a run's parts, in alphabetical order. A listing may lag behind what was written: steps are asked for by their names too."""
+    names = {name.removesuffix(".json") for name in remote.names(f"{run}/{INDEX}")}
+
+    def is_there(part: str) -> bool:
+        return part in names or remote.num_bytes(index_name(run, part)) is not None
+
+    number = min((int(name.removeprefix(_STEP)) for name in names if name.startswith(_STEP)), default=0)
+    while names and is_there(step_part(number)):
+        names |= {step_part(number), *(part for part in (BEGINNING, adapter_part(number + 1)) if is_there(part))}
+        number += 1
+    return sorted(names)
 
 
 def _copy_of(remote: Remote, run: str, part: str) -> Copy:

@@ -4,6 +4,7 @@ Source of the interface: fsspec (https://filesystem-spec.readthedocs.io). An obj
 upload is closed; elsewhere it is written beside its name and renamed.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Limits on one request, by protocol; addresses and keys come from each library's own variables, such as AWS_ENDPOINT_URL."""
 PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "oss": "ossfs"}
 """Packages of protocols that are not installed with Ratchet."""
+RIGHT = "give s3://BUCKET/FOLDER, gs://, az:// or a folder"
+LOCAL = ("file", "local")
+ABSENT = (FileNotFoundError, NotADirectoryError)
+"""The second: a folder has a file where a name has a folder."""
+NO_KEYS = (
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "CredentialRetrievalError",
+    "ProfileNotFound",
+    "UnauthorizedSSOTokenError",
+)
+"""Errors of S3's library that has no keys to ask with."""
+NO_REQUEST = ("ParamValidationError", "NotImplementedError")
+"""Errors of libraries that cannot even ask, such as of a bucket's name that no bucket may have."""
 PROBE = ".ratchet"
 """An empty object, written to see whether a store takes any."""
 NUM_ATTEMPTS = 2
@@ -58,6 +73,36 @@ class RemoteError(OSError):
         self.is_refusal = is_refusal
 
 
+class Unreadable(RemoteError):
+    """An index is there, and this version cannot read it."""
+
+
+class AddressRefused(ValueError):
+    """No store can be reached by an address. The message is one line."""
+
+
+def checked_address(url: str) -> str:
+    """Return a store's address without slashes at its end. Raises AddressRefused for one that would mean another place than it seems to."""
+    if urlsplit(url).password is not None:
+        # the value itself stays out of the message
+        raise AddressRefused(
+            "the store's address holds a password, and it is written to logs: take it out and set the library's own variables, "
+            "such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
+    if not url or url != url.strip():
+        raise AddressRefused(f"store {url!r} is empty or has spaces around it: {RIGHT}")
+    protocol, separator, place = url.partition("://")
+    if not separator:
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", url):
+            raise AddressRefused(f"store {url!r} has a colon and no slashes after it: {RIGHT}")
+        return url.rstrip("/") or "/"
+    if not place.strip("/") or (protocol not in LOCAL and place.startswith("/")):
+        raise AddressRefused(f"store {url!r} names no {'folder' if protocol in LOCAL else 'bucket'}: {RIGHT}")
+    if protocol in LOCAL and not place.startswith("/"):
+        raise AddressRefused(f"store {url!r} has no absolute path: give {protocol}:///{place}, or a folder")
+    return url.rstrip("/")
+
+
 class Remote:
     """Names are relative to the address and have slashes between folders.
 
@@ -65,34 +110,35 @@ class Remote:
     is waited for is decided by its mount.
     """
 
-    def __init__(self, url: str) -> None:
-        """Raises ValueError for an address that no library here can reach, or that holds a password."""
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, answer_s: float | None = None) -> None:
+        """answer_s: Longest time of a call, in seconds; None: ANSWER_S, and more for data.
+
+        Raises:
+            AddressRefused: for an address that no library here can reach, or that holds a password.
+        """
+        self.url = checked_address(url)
         protocol = self.url.partition("://")[0] if "://" in self.url else "file"
-        if urlsplit(self.url).password is not None:
-            # the value itself stays out of the message
-            raise ValueError(
-                "the store's address holds a password, and it is written to logs: take it out and set the library's own variables, "
-                "such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-            )
         try:
             # another process writes there too: what a listing said is not kept
             self.files, self.root = url_to_fs(self.url, use_listings_cache=False, **OPTIONS.get(protocol, {}))
         except ImportError as error:
             package = PACKAGES.get(protocol)
             if package is None:
-                raise ValueError(f"store {url} needs a library that is not installed: {error}") from error
+                raise AddressRefused(f"store {url} needs a library that is not installed: {error}") from error
             cure = f"`{main_python()} -m pip install {package}` installs it"
-            raise ValueError(f"store {url} needs the package {package}, which is not installed: {cure}") from error
-        except (OSError, ValueError) as error:  # OSError: a library that loads others, such as that of hdfs://
-            raise ValueError(
-                f"store {url} cannot be used: {_said(error)}; give s3://BUCKET/FOLDER, gs://, az:// or a folder"
-            ) from error
+            raise AddressRefused(f"store {url} needs the package {package}, which is not installed: {cure}") from error
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+        ) as error:  # of a library that loads others, such as that of hdfs://, or lacks arguments
+            raise AddressRefused(f"store {url} cannot be used: {_said(error)}; {RIGHT}") from error
         self.renames = protocol not in OBJECT_STORES
-        self.has_limits, self.protocol = bool(self.files.async_impl), protocol
+        self.has_limits, self.protocol, self.answer_s = bool(self.files.async_impl), protocol, answer_s
 
     def check(self) -> None:
-        """Raises RemoteError where the address cannot be reached and written to with the keys at hand, or does not answer within CHECK_S."""
+        """Raises RemoteError where the address cannot be reached and written to with the keys at hand, or does not answer within CHECK_S.
+        A folder has to be there: one that is not made here may be a disk that is not mounted."""
 
         def write() -> None:
             if self.protocol in ("s3", "s3a"):
@@ -101,6 +147,10 @@ class Remote:
             self._write(PROBE, b"", CHECK_S)
 
         self._asked(f"take {PROBE}", write, num_attempts=1)
+
+    def is_missing(self) -> bool:
+        """Whether it is a folder that is not there; an object store has no empty folders that could be missing."""
+        return self.protocol in LOCAL and not self.files.isdir(self.root)
 
     def put(self, local: Path, name: str) -> None:
         """Copy a file there, unless an object of that name and size is there."""
@@ -113,7 +163,7 @@ class Remote:
                 with self._whole(name) as place:
                     self.files.put_file(str(local), place, **self._within(_limit_of(num_bytes)))
             except FileNotFoundError:  # also of an upload in parts that was completed, and whose answer was lost
-                if self.num_bytes(name) != num_bytes:
+                if self.is_missing() or self.num_bytes(name) != num_bytes:
                     raise
             if (stored := self.num_bytes(name)) != num_bytes:
                 raise OSError(f"{stored} bytes have arrived of {num_bytes}")
@@ -164,7 +214,7 @@ class Remote:
         def found() -> list[str]:
             try:
                 listed = self.files.ls(self._at(folder), detail=False, **self._within())
-            except FileNotFoundError:
+            except ABSENT:
                 return []
             return sorted(name for path in listed if not (name := path.rstrip("/").rpartition("/")[2]).endswith(".partial"))
 
@@ -186,7 +236,8 @@ class Remote:
 
     def _within(self, limit_s: float | None = None) -> dict[str, float]:
         """Return the library's argument that limits a call, in seconds, by default to ANSWER_S; none for a folder."""
-        return {"timeout": ANSWER_S if limit_s is None else limit_s} if self.has_limits else {}
+        limit_s = ANSWER_S if limit_s is None else limit_s
+        return {"timeout": min(limit_s, self.answer_s or limit_s)} if self.has_limits else {}
 
     @contextmanager
     def _whole(self, name: str, *, replaces: bool = True) -> Iterator[str]:
@@ -195,6 +246,8 @@ class Remote:
         if not self.renames:
             yield target
             return
+        if self.is_missing():
+            raise FileNotFoundError(f"there is no folder {self.root}: make it, or mount the disk that has it")
         self.files.makedirs(target.rpartition("/")[0], exist_ok=True)
         partial = f"{target}.{time.time_ns()}.partial"
         try:
@@ -223,12 +276,13 @@ class Remote:
             except RemoteError:
                 raise
             except Exception as error:  # each library has errors of its own
-                if isinstance(error, PermissionError) or _has_status(error, NO_RIGHTS):
+                if isinstance(error, PermissionError) or _has_status(error, NO_RIGHTS) or type(error).__name__ in NO_KEYS:
                     raise RemoteError(f"{self.url} does not {what} with these keys: {_said(error)}", is_refusal=True) from error
                 if isinstance(error, FileNotFoundError) or _has_status(error, NOT_FOUND):
                     raise RemoteError(f"{self.url} does not exist, or cannot {what}: {_said(error)}", is_refusal=True) from error
-                if attempt == num_attempts:
-                    raise RemoteError(f"{self.url} cannot {what}: {_said(error)}") from error
+                is_useless = type(error).__name__ in NO_REQUEST
+                if attempt == num_attempts or is_useless:
+                    raise RemoteError(f"{self.url} cannot {what}: {_said(error)}", is_refusal=is_useless) from error
             time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
         raise AssertionError("not reached")
 

@@ -1,7 +1,8 @@
-"""Copy the samples of steps that the store does not have yet to RATCHET_STORE_URL, at intervals, so that another machine need not sample them again.
+"""Copy the samples of steps that the store does not have yet to RATCHET_STORE_URL, at intervals, so that another machine need not sample them
+again, and what their judges were paid for.
 
-    RUN/under-way/index.json        names the files with their digests; replaced by each copy
-    RUN/under-way/<SHA-256>         a file's content; removed when no index names it any more
+    RUN/under-way/index.json        names the files with their digests, and the pieces of each; replaced by each copy
+    RUN/under-way/<SHA-256>         a piece: what was new in a file at one copy; removed when no index names it any more
 
 A thread of the step's process does it, and no step waits for it. A journal is copied up to its last complete line. Samples whose inputs key
 does not fit are quarantined when they are opened, as after a crash: a copy can be older than the step, but never wrong.
@@ -10,16 +11,20 @@ does not fit are quarantined when they are opened, as after a crash: a copy can 
 import hashlib
 import logging
 import threading
+import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from infra.mirror import copying
-from infra.mirror.copies import BEGINNING, beginning, step_part
+from infra.mirror.copies import BEGINNING, beginning, evaluation_part, is_of, step_part
 from infra.mirror.copying import AnotherRun
-from infra.mirror.remote import Remote, RemoteError
+from infra.mirror.paid import paid_under_way
+from infra.mirror.remote import Remote, RemoteError, Unreadable
 from infra.records import File, Record
 from infra.settings import settings
 from infra.store.files import read_note, run_id, write, write_json
@@ -30,6 +35,24 @@ log = logging.getLogger(__name__)
 FOLDER = "under-way"
 LAST_COPY_S = 5.0
 """Seconds that a committed step waits at most until its copy is removed, if there was one."""
+AT_WORK_S = 120.0
+"""A copy that is younger is of a machine that may still be at work."""
+MAX_PIECES = 64
+"""Of a file; with more it is sent as a whole again. A journal that is copied so often has grown by that much."""
+
+
+class CopiedPiece(Record):
+    sha256: str
+    num_bytes: int
+
+
+class CopiedFile(File):
+    pieces: tuple[CopiedPiece, ...] = ()
+    """Its content, in their order; empty, as earlier versions wrote it: one piece."""
+
+    @property
+    def content(self) -> tuple[CopiedPiece, ...]:
+        return self.pieces or (CopiedPiece(sha256=self.sha256, num_bytes=self.num_bytes),)
 
 
 class UnderWay(Record):
@@ -39,7 +62,9 @@ class UnderWay(Record):
     run_id: str
     writer: str
     """Id of the workspace that wrote it."""
-    files: tuple[File, ...]
+    at: float = 0.0
+    """When, in seconds since the epoch, by that machine's clock."""
+    files: tuple[CopiedFile, ...]
 
 
 class FetchedFrom(Record):
@@ -111,29 +136,54 @@ def copy_under_way(remote: Remote, run: str) -> int:
     if there is not None:
         _check_ours(remote, there, run)
     content = snapshot(run, copying.copied_parts(run, remote.url))
-    files = tuple(_record(path, data) for path, data in content)
-    if not files:
+    if not content:
         if there is not None:
             remote.remove(_index(run))
             _remove_unnamed(remote, run, ())
         return 0
-    for file, (_, data) in zip(files, content, strict=True):
-        if remote.num_bytes(_object(run, file)) != file.num_bytes:
-            remote.replace(_object(run, file), data)
-    index = UnderWay(run=run, run_id=run_id(run), writer=_own_id(), files=files)
-    remote.replace(_index(run), index.model_dump_json(indent=1).encode())
+    before = {file.path: file for file in there.files} if there is not None else {}
+    names = frozenset(remote.names(f"{run}/{FOLDER}"))
+    files = tuple(_copied_file(remote, run, path, data, before, names) for path, data in content)
+    index = UnderWay(run=run, run_id=run_id(run), writer=_own_id(), at=time.time(), files=files)
+    remote.replace(_index(run), index.model_dump_json().encode())
     _remove_unnamed(remote, run, files)
     return len(files)
 
 
+def _copied_file(
+    remote: Remote, run: str, path: Path, data: bytes, before: Mapping[str, CopiedFile], names: Collection[str]
+) -> CopiedFile:
+    """Bring what is new of a file into the store.
+
+    before: The files of the last copy, by path. names: Of the pieces that are there.
+    """
+    record = _record(path, data)
+    old = before.get(record.path)
+    pieces = old.content if old is not None and _goes_on(data, old) and {each.sha256 for each in old.content} <= names else ()
+    begin = sum(piece.num_bytes for piece in pieces)
+    if new := data[begin:]:
+        piece = CopiedPiece(sha256=hashlib.sha256(new).hexdigest(), num_bytes=len(new))
+        if remote.num_bytes(_object(run, piece)) != piece.num_bytes:
+            remote.replace(_object(run, piece), new)
+        pieces = (*pieces, piece)
+    return CopiedFile(**record.model_dump(), pieces=pieces)
+
+
+def _goes_on(data: bytes, old: CopiedFile) -> bool:
+    """Whether a file's content only has more at its end than at the last copy. It is sent as a whole where it has too many pieces."""
+    if old.num_bytes < len(data) and len(old.content) >= MAX_PIECES:
+        return False
+    return old.num_bytes <= len(data) and hashlib.sha256(memoryview(data)[: old.num_bytes]).hexdigest() == old.sha256
+
+
 def snapshot(run: str, copied: Collection[str]) -> list[tuple[Path, bytes]]:
-    """Return the files of a run's steps that the store does not have, as far as they hold samples.
+    """Return the files of a run's steps that the store does not have, as far as they hold samples, and the paid answers of judges.
 
     copied: Names of the parts that the store has. A step that is committed and not copied yet would be lost with its machine.
     """
     steps = [path for path in sorted(RunFolder.of(run).steps.glob("[0-9]*")) if step_part(int(path.name)) not in copied]
     folders = [folder for step in steps for folder in (step, *sorted((step / "draws").glob("[0-9]*")))]
-    found = [each for folder in folders for each in _of_folder(StepFolder(folder))]
+    found = [each for folder in folders for each in _of_folder(StepFolder(folder))] + paid_under_way(run, copied)
     if not found or BEGINNING in copied:
         return found
     return [(path, data) for path in beginning(run) if (data := _content(path))] + found
@@ -152,17 +202,17 @@ def copy_run(run: str) -> bool:
     return True
 
 
-def _remove_committed(remote: Remote, run: str, copied: Collection[str]) -> None:
+def _remove_committed(remote: Remote, run: str, copied: frozenset[str]) -> None:
     there = read_under_way(remote, run)
-    steps = [int(Path(file.path).parts[3]) for file in there.files if Path(file.path).parts[2] == "steps"] if there else []
-    if steps and all(step_part(step) in copied for step in steps):
+    needed = {part for file in there.files if (part := _part_of(file))} if there else set()
+    if needed and needed <= copied:
         remote.remove(_index(run))
         _remove_unnamed(remote, run, ())
 
 
 def _of_folder(folder: StepFolder) -> list[tuple[Path, bytes]]:
     # Journals first: one that is gone by now has become the finished rollout that is read next.
-    journals = (folder.journal, folder.turns_journal, folder.episodes_journal)
+    journals = (folder.journal, folder.turns_journal, folder.episodes_journal, folder.scores_journal)
     found = {path: data[: data.rfind(b"\n") + 1] for path in journals if (data := _content(path))}
     note = read_note(folder.samples_inputs, dict[str, Any])
     written = (folder.samples, folder.left_over, folder.left_over_episodes)
@@ -181,48 +231,83 @@ def _content(path: Path) -> bytes | None:
         return None
 
 
-def fetch_under_way(remote: Remote, run: str, num_committed: int, staging: Path) -> None:
+def fetch_under_way(remote: Remote, run: str, copied: Collection[str], staging: Path) -> None:
     """Bring the samples of steps that the store does not have as committed into a workspace's folder: all of them or, with a warning, none.
 
-    num_committed: Number of the run's next step.
+    copied: Names of the parts that the store has.
+
+    Raises:
+        RemoteError: where the store does not answer.
     """
     try:
         there = read_under_way(remote, run)
-        if there is None:
-            return
-        needed = [file for file in there.files if _is_needed(file, run, num_committed)]
-        content = {file: remote.read(_object(run, file), file.num_bytes) for file in needed}
-    except (RemoteError, ValueError) as error:
+    except Unreadable as error:
         log.warning("the samples of the step under way of run %s cannot be fetched, they are made again: %s", run, error)
         return
+    if there is None:
+        return
+    _warn_if_at_work(there)
+    write_json(_in(staging, RunFolder.of(run).fetched_from), FetchedFrom(writer=there.writer).model_dump())
+    needed = [file for file in there.files if is_of(run, file.path) and (_part_of(file) or BEGINNING) not in copied]
+    content = {file: _joined(remote, run, file) for file in needed}
     for file, data in content.items():
         if data is None or hashlib.sha256(data).hexdigest() != file.sha256:
             log.warning("the store's copy of %s is not whole: the samples of the step under way are made again", file.path)
             return
     for file, data in content.items():
         write(staging / file.path, data or b"")
-    write_json(staging / "runs" / run / RunFolder.of(run).fetched_from.name, FetchedFrom(writer=there.writer).model_dump())
     log.info("%d files of the step under way of run %s fetched", len(content), run)
 
 
-def _is_needed(file: File, run: str, num_committed: int) -> bool:
-    """Whether a file of the copy belongs to a step that is not committed, or to the beginning of a run without one."""
-    place = Path(file.path).relative_to(RunFolder.of(run).path.relative_to(settings().workspace)).parts
-    return int(place[1]) >= num_committed if place[0] == RunFolder.of(run).steps.name else not num_committed
+def _in(staging: Path, path: Path) -> Path:
+    """Where a file of this workspace lies in a folder that is made like one."""
+    return staging / path.relative_to(Workspace.here().path)
+
+
+def _warn_if_at_work(there: UnderWay) -> None:
+    age_s = time.time() - there.at
+    if there.writer != _own_id() and age_s < AT_WORK_S:
+        log.warning(
+            "another machine copied run %s %.0f s ago: if it still makes it, stop it there, for one of the two machines will be stopped",
+            there.run,
+            max(0.0, age_s),
+        )
+
+
+def _joined(remote: Remote, run: str, file: CopiedFile) -> bytes | None:
+    """The content of a file; None where a piece is missing."""
+    pieces = [remote.read(_object(run, piece), piece.num_bytes) for piece in file.content]
+    return None if None in pieces else b"".join(piece for piece in pieces if piece)
+
+
+def _part_of(file: File) -> str:
+    """Name the part that has a file of the copy once it is complete; empty for the beginning of a run."""
+    _, _, kind, *place = Path(file.path).parts  # runs/RUN/steps/000003/...
+    folder = RunFolder.of("")
+    if kind == folder.steps.name:
+        return step_part(int(place[0]))
+    return evaluation_part(place[0]) if kind == folder.evaluations.name else ""
 
 
 def read_under_way(remote: Remote, run: str) -> UnderWay | None:
-    """Raises ValueError for an index that this version cannot read."""
+    """Raises Unreadable for an index that this version cannot read."""
     content = remote.read(_index(run))
-    return None if content is None else UnderWay.model_validate_json(content)
+    try:
+        return None if content is None else UnderWay.model_validate_json(content)
+    except ValidationError as error:
+        raise Unreadable(f"{remote.url}/{_index(run)} is no index that this version of Ratchet can read") from error
+
+
+def check_writer(remote: Remote, run: str) -> None:
+    """Raises AnotherRun where another machine has copied the step under way of a run."""
+    if (there := read_under_way(remote, run)) is not None:
+        _check_ours(remote, there, run)
 
 
 def _check_ours(remote: Remote, there: UnderWay, run: str) -> None:
     fetched = read_note(RunFolder.of(run).fetched_from, FetchedFrom)
     if there.writer != _own_id() and (fetched is None or fetched.writer != there.writer):
-        raise AnotherRun(
-            f"{remote.url} has the step under way of run {run!r} as another machine makes it: stop this run, and go on where it is now"
-        )
+        raise copying.made_elsewhere(remote, run, f"the step under way of run {run!r} as another machine makes it")
 
 
 def _own_id() -> str:
@@ -233,8 +318,8 @@ def _own_id() -> str:
     return known
 
 
-def _remove_unnamed(remote: Remote, run: str, files: tuple[File, ...]) -> None:
-    named = {_index(run), *(_object(run, file) for file in files)}
+def _remove_unnamed(remote: Remote, run: str, files: tuple[CopiedFile, ...]) -> None:
+    named = {_index(run), *(_object(run, piece) for file in files for piece in file.content)}
     for name in (f"{run}/{FOLDER}/{each}" for each in remote.names(f"{run}/{FOLDER}")):
         if name not in named:
             remote.remove(name)
@@ -244,8 +329,8 @@ def _index(run: str) -> str:
     return f"{run}/{FOLDER}/index.json"
 
 
-def _object(run: str, file: File) -> str:
-    return f"{run}/{FOLDER}/{file.sha256}"
+def _object(run: str, piece: CopiedPiece) -> str:
+    return f"{run}/{FOLDER}/{piece.sha256}"
 
 
 def _record(path: Path, data: bytes) -> File:

@@ -24,6 +24,8 @@ TIMELINE, CURVES, PAGE = "timeline.svg", "curves.svg", "report.md"
 """A report for people, and the pictures that it shows."""
 EVALUATION = "evaluation.json"
 REPORT = "report.json"
+PAID = "paid.jsonl"
+"""In the folder of a step or an evaluation: the answers of a model that judges which it paid, as the ledger has them."""
 JUDGE = -1
 """Number of the judge's server among the engine's replicas, which are counted from 0."""
 
@@ -264,6 +266,7 @@ class StepFolder:
     """What a reward outside of the flow's process has judged, while a scoring is under way."""
     judgements = Inside("judgements.jsonl")
     """The answers of a model that judged, and the scores read from them."""
+    paid = Inside(PAID)
     scored = Inside("scored.parquet")
     assembled = Inside("assembled.parquet")
     """The samples of the batch, with rewards and advantages."""
@@ -328,6 +331,7 @@ class EvaluationFolder:
     """Sampled answers, for pass@k."""
     inspect = Inside("inspect")
     """Of a task of inspect-ai: its logs, and what its program said."""
+    paid = Inside(PAID)
     prefect_page = Inside(PREFECT_PAGE)
 
 

@@ -25,8 +25,9 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
+from infra.failures import StoreRefused
 from infra.mirror import copying, under_way
-from infra.mirror.remote import SLOW_BYTES_PER_S
+from infra.mirror.remote import SLOW_BYTES_PER_S, AddressRefused
 from infra.processes import children
 from infra.processes.children import ProcessRef
 from infra.settings import CHECKOUT, Settings, main_python, settings
@@ -224,7 +225,7 @@ def deliver_all() -> list[str]:
         for run, to in pending:
             try:
                 did_all = to.send(run) and did_all
-            except copying.AnotherRun as error:
+            except (StoreRefused, AddressRefused) as error:
                 log.error("%s", error)
                 failed.add((run, to.name))
             except Exception:  # one run that cannot be read keeps no other from its destinations

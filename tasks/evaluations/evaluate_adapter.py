@@ -25,13 +25,14 @@ from infra.models import base_model
 from infra.progress.brief import brief
 from infra.records import AdapterVersion
 from infra.reporting import brief_lines
+from infra.rewards.judges.ledger import evaluation_work
 from infra.runs import eval_figures, evaluations
 from infra.runs.eval_figures import rewards_of
 from infra.store.files import record_of, write_json_lines
 from infra.store.layout import EvaluationFolder
 from infra.store.samples import Sample, episodes_of, groups_of, read_samples, write_samples
 from tasks import rewards
-from tasks.rewards import by_inspect, by_judge_server, by_reward_model
+from tasks.rewards import by_inspect, by_judge_server, by_model, by_reward_model
 from tasks.rewards.apply import judged
 from tasks.rewards.by_inspect import Asked
 from tasks.rewards.by_model import JudgedWork
@@ -130,6 +131,7 @@ def evaluate_adapter(engine: EngineConfig, eval_config: EvalConfig, training: Da
     made = _evaluation(eval_config, adapter, asked, wanted)
     before = [each for each in evaluations.of_run(adapter.run, eval_config) if each.step < adapter.version]
     seconds = time.monotonic() - begun
+    by_model.keep_paid(folder.paid, adapter.run, evaluation_work(adapter.version))
     evaluations.write(folder.path, made, eval_config=eval_config.model_dump(mode="json"), at=time.time(), seconds=seconds)
     for path in wanted:
         _journal(path).unlink(missing_ok=True)
@@ -163,7 +165,7 @@ def _ask(
         by_reward_model.make_room(reward, partial(open_engine, engine, adapter))
         with by_judge_server.asked_by(engine, reward, adapter, deadline) as ask:
             sha256 = by_judge_server.sha256_of(reward) or adapter.base.sha256
-            work = JudgedWork(adapter.run, f"evaluation {adapter.version}", _judgements(path), ask, sha256)
+            work = JudgedWork(adapter.run, evaluation_work(adapter.version), _judgements(path), ask, sha256)
             found = judged(reward, answers, asked, _scores_journal(path), inputs, stops=False, work=work, deadline=deadline)
             write_samples(path, found)
     return Asked(len(asked), prompts.num_overlapping(asked, eval_config.data, training), fingerprint, {})

@@ -23,6 +23,7 @@ from infra.models import base_model
 from infra.processes.gpu_lock import keeps_lock
 from infra.progress import work as progress
 from infra.records import AdapterVersion, PromptBatch
+from infra.rewards.judges.ledger import step_work
 from infra.rewards.outcome import Outcome
 from infra.rewards.scores import ScoreJournal
 from infra.store.files import read_json_lines, verified
@@ -103,7 +104,7 @@ def _drop(index: int, outcome: Outcome) -> None:
 
 def _ask(config: RewardConfig, prompts: PromptBatch, samples: "_NewSamples", deadline: Deadline) -> None:
     """Have a judge at an endpoint judge until the rollout has ended and all requests are answered."""
-    work = JudgedWork(prompts.run, f"step {prompts.step}", StepFolder.of(prompts).judgements, deadline=deadline)
+    work = JudgedWork(prompts.run, step_work(prompts.step), StepFolder.of(prompts).judgements, deadline=deadline)
     is_over = False
 
     def new() -> NewSamples | None:

@@ -15,13 +15,13 @@ from infra.rewards.judges import rubric, ruler
 from infra.rewards.judges.cases import LATE, Ask, Case, JudgeAnswer, JudgeAway, JudgeRequest
 from infra.rewards.judges.endpoint import JudgeEndpoint
 from infra.rewards.judges.judging import NOT_ASKED, Judging, OnOutcome, WorkName
-from infra.rewards.judges.ledger import Ledger
+from infra.rewards.judges.ledger import Ledger, step_work
 from infra.rewards.outcome import ALONE, unjudged
 from infra.rewards.scores import fields_of
 from infra.runs.foreign_adapters import judge_adapter
 from infra.settings import settings
-from infra.store.files import read_json_lines, verified, write_json_lines
-from infra.store.layout import StepFolder
+from infra.store.files import read_json_lines, verified, write, write_json_lines
+from infra.store.layout import StepFolder, Workspace
 from infra.store.samples import Sample, groups_of, read_samples
 
 RUBRIC = "rubric"
@@ -112,6 +112,16 @@ def figures_of(config: JudgeConfig, work: JudgedWork) -> dict[str, float]:
     }
 
 
+def keep_paid(path: Path, run: str, work: str) -> None:
+    """Write the answers that one work of a run has paid beside its other files, which a store has copies of. No file where there are none."""
+    if not Workspace.here().judgements.exists():
+        return
+    with Ledger() as ledger:
+        paid = ledger.paid(run, work)
+    if paid:
+        write(path, paid)
+
+
 def judge(
     config: RewardConfig, name: str, samples: Sequence[Sample], prompts: Sequence[Prompt], on_outcome: OnOutcome, work: JudgedWork
 ) -> None:
@@ -149,7 +159,7 @@ def judge_step(
     samples = read_samples(verified(rollouts.file))
     by_id = {row["prompt_id"]: Prompt(**row) for row in read_json_lines(verified(prompts.file))}
     asked = [by_id[sample.prompt_id] for sample in samples]
-    work = JudgedWork(rollouts.run, f"step {rollouts.step}", StepFolder.of(rollouts).judgements, ask, base_sha256, deadline)
+    work = JudgedWork(rollouts.run, step_work(rollouts.step), StepFolder.of(rollouts).judgements, ask, base_sha256, deadline)
     for function in (each for each in config.called if each.name in JUDGED_BY_MODEL):
         judge(config, function.name, samples, asked, lambda index, outcome: None, work)
 

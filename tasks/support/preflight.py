@@ -18,6 +18,7 @@ from infra.environments.inspect_tasks import running
 from infra.gateway.rendering.admission import renderer_of
 from infra.machine import devices, nvml
 from infra.mirror import copying
+from infra.mirror.ownership import check_is_ours
 from infra.models import base_model
 from infra.models.architecture import Architecture, layout_problem, read_architecture, serving_problem
 from infra.runs import start_adapter
@@ -257,6 +258,13 @@ def check_run(config: RunConfig) -> None:
         check_with_evaluation(config)
     else:
         check(config)
+    check_is_ours(config.name)
+
+
+def check_step(config: RunConfig) -> None:
+    """Check a step as `check` does, and that no other machine makes its run."""
+    check(config)
+    check_is_ours(config.name)
 
 
 def check_with_evaluation(config: RunConfig) -> None:

@@ -93,6 +93,7 @@ def test_a_run_draws_by_the_rates_of_the_steps_before_and_so_do_its_replay_its_f
         assert digests(name, 2) == digests("r", 2)
 
     store = f"file://{tmp_path}/store"
+    (tmp_path / "store").mkdir()
     monkeypatch.setenv("RATCHET_STORE_URL", store)
     settings.cache_clear()
     shutil.rmtree(step_folder_of("r", 2))

@@ -57,7 +57,12 @@ def list_stored(store: str, *, as_json: bool) -> None:
 
         print(json.dumps([each._asdict() for each in found], indent=1))
     else:
-        console.print(table_of_stored(found) if found else f"{store} holds no run")
+        sound = [each for each in found if not each.trouble]
+        if sound or not found:
+            console.print(table_of_stored(sound) if sound else f"{store} holds no run")
+        for each in found:
+            if each.trouble:
+                console.print(f"run {each.name} cannot be continued: {each.trouble}", soft_wrap=True)
 
 
 def table_of_stored(found: "list[StoredRun]") -> object:

@@ -21,10 +21,10 @@ def step(*, chosen: Chosen, show: bool = False) -> None:
     from flows.cli import interrupts
     from flows.step import rl_step
     from infra.services import prefect_address
-    from tasks.support.preflight import check, open_run
+    from tasks.support.preflight import check_step, open_run
 
     prefect_address.given()  # a wrong address is an error before anything is written
-    check(config)
+    check_step(config)
     open_run(config, nothing_committed="leave")
     interrupts.say(lambda: stopped_line(config.name))
     with with_prefect(chosen.made_from("smoke")):

@@ -2,6 +2,8 @@
 
 An answer is written as soon as it comes, before anything is made of it. So nothing that was paid is paid again: not by the next attempt
 after a kill, not by an evaluation that asks the same, not by a replay. A power cut may cost the answers of its last moments.
+
+What a step or an evaluation paid is beside its other files too, in paid.jsonl: a machine that continues the run from a store reads it there.
 """
 
 import sqlite3
@@ -10,6 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
+
+import orjson
 
 from infra.rewards.judges.cases import JudgeAnswer
 from infra.store.layout import Workspace
@@ -21,8 +25,20 @@ CREATE TABLE IF NOT EXISTS payments (run TEXT NOT NULL, work TEXT NOT NULL, key 
     input_tokens INTEGER NOT NULL, output_tokens INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS payments_of_run ON payments (run, work);
 """
+PAID = ("key", "at", "text", "finish_reason", "input_tokens", "output_tokens")
+"""Fields of a paid answer in a file of its own."""
 LOCK_TIMEOUT_S = 60.0
 """Another process may write at the moment."""
+
+
+def step_work(index: int) -> str:
+    """Name what is judged of a step."""
+    return f"step {index}"
+
+
+def evaluation_work(version: int) -> str:
+    """Name what is judged of an adapter's evaluations."""
+    return f"evaluation {version}"
 
 
 class Spent(NamedTuple):
@@ -74,6 +90,34 @@ class Ledger:
         )
         self._file.execute("INSERT INTO payments VALUES (?, ?, ?, ?, ?, ?)", (run, work, key, time.time(), *tokens))
         self._file.execute("COMMIT")
+
+    def paid(self, run: str, work: str) -> bytes:
+        """Return the answers that one work of a run has paid, a JSON line each, in their order. Answers that come later only add lines."""
+        query = (
+            "SELECT key, at, text, finish_reason, payments.input_tokens, payments.output_tokens FROM payments JOIN answers USING (key) "
+            "WHERE run = ? AND work = ? ORDER BY payments.rowid"
+        )
+        lines = (dict(zip(PAID, row, strict=True)) for row in self._file.execute(query, (run, work)))
+        return b"".join(orjson.dumps(line) + b"\n" for line in lines)
+
+    def take_over(self, run: str, work: str, paid: bytes) -> int:
+        """Record what another workspace has paid, as `paid` gives it. Returns the number of payments that were not known here.
+
+        Raises:
+            ValueError: for content of another form; nothing is recorded.
+        """
+        try:
+            rows = [tuple(line[name] for name in PAID) for line in map(orjson.loads, paid.splitlines())]
+        except (KeyError, TypeError, orjson.JSONDecodeError) as error:
+            raise ValueError(f"the paid answers of {work} of run {run!r} cannot be read: {error!r}") from error
+        self._file.execute("BEGIN IMMEDIATE")
+        known = set(self._file.execute("SELECT key, at FROM payments WHERE run = ? AND work = ?", (run, work)))
+        new = [row for row in rows if row[:2] not in known]
+        for key, at, text, finish_reason, *tokens in new:
+            self._file.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)", (key, text, finish_reason, *tokens))
+            self._file.execute("INSERT INTO payments VALUES (?, ?, ?, ?, ?, ?)", (run, work, key, at, *tokens))
+        self._file.execute("COMMIT")
+        return len(new)
 
     def spent(self, run: str, work: str | None = None) -> Spent:
         """Return what a run has paid, or one work of it."""

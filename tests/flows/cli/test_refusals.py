@@ -281,7 +281,10 @@ def test_a_store_whose_package_is_not_installed_is_refused_with_its_name(tmp_pat
         return f"store {url} needs the package {package}, which is not installed: {cure}"
 
     google, azure = "gs://bucket/runs", "abfs://box/runs"
-    refused(command(tmp_path / "w", "run", "--preset", "smoke", RATCHET_STORE_URL=google), line(google, "gcsfs"))
+    refused(
+        command(tmp_path / "w", "run", "--preset", "smoke", RATCHET_STORE_URL=google),
+        f"RATCHET_STORE_URL: {line(google, 'gcsfs')}",
+    )
     refused(command(tmp_path / "w", "runs", "--store", azure), line(azure, "adlfs"))
     assert not list(tmp_path.rglob("steps"))
 
@@ -291,7 +294,24 @@ def test_a_store_that_refuses_is_one_line_and_no_wrong_input(workspace: Path) ->
     keys = {"AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null", "AWS_EC2_METADATA_DISABLED": "true"}
     done = command(workspace, "runs", "--store", "s3://bucket/runs", **keys)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
-    assert done.stderr.startswith("error: s3://bucket/runs cannot list its runs: NoCredentialsError: "), done.stderr
+    assert done.stderr.startswith("error: s3://bucket/runs does not list its runs with these keys: NoCredentialsError: "), (
+        done.stderr
+    )
+
+
+def test_a_run_of_a_name_that_the_store_has_is_refused_before_anything_is_started(tmp_path: Path, random_tiny: Path) -> None:
+    index = tmp_path / "store/smoke/index/run.json"
+    index.parent.mkdir(parents=True)
+    index.write_text('{"run": "smoke", "run_id": "of another machine", "files": []}')
+    url = str(tmp_path / "store")
+    for words in (["run"], ["step"]):
+        words += ["--preset", "smoke", "--model", str(random_tiny), "--engine.kind", "scripted"]
+        done = command(tmp_path / "w", *words, RATCHET_STORE_URL=url)
+        refused(
+            done,
+            f"{url} holds a run 'smoke' that is not here: `ratchet run --from {url}/smoke` goes on with it; for a new run give",
+        )
+    assert not (tmp_path / "w/runs").exists()
 
 
 def test_a_store_s_folder_that_is_not_there_is_wrong_input(workspace: Path) -> None:

@@ -11,13 +11,15 @@ import httpx
 from moto.server import ThreadedMotoServer
 
 BUCKET = "runs"
+ERRORS = {"503": (503, "SlowDown"), "403": (403, "AccessDenied"), "expired": (400, "ExpiredToken")}
+"""Status and code of a refusal."""
 HANG_S = 600.0
 """Longer than a test lasts."""
 
 
 class Proxy:
-    """Hands requests on to a server, except where `fault` names one: 503, 403, reset, lost (the server did it, the answer is lost), or hang
-    (the request is read and never answered, also not after a later strike)."""
+    """Hands requests on to a server, except where `fault` names one: 503, 403, expired (keys), reset, lost (the server did it, the answer is lost),
+    or hang (the request is read and never answered, also not after a later strike)."""
 
     def __init__(self, target: str) -> None:
         self.fault, self.methods, self.times, self.where = "", ("PUT", "POST"), 0, ""
@@ -36,12 +38,12 @@ class Proxy:
                 if fault in ("reset", "hang"):
                     self.close_connection = True
                     return
-                if fault in ("503", "403"):
-                    code = "SlowDown" if fault == "503" else "AccessDenied"
+                if fault in ERRORS:
+                    status, code = ERRORS[fault]
                     self._reply(
-                        int(fault),
+                        status,
                         {"Content-Type": "application/xml"},
-                        f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode(),
+                        f"<Error><Code>{code}</Code><Message>no: {fault}</Message></Error>".encode(),
                     )
                     return
                 headers = {name: value for name, value in self.headers.items() if name.lower() not in ("connection", "expect")}

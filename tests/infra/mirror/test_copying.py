@@ -100,7 +100,7 @@ def test_a_run_is_continued_on_another_machine_with_equal_bytes(
     assert copy_run(RUN) and waiting(RUN) == []
     before = contents(run_folder(RUN))
     [stored] = stored_runs(URL)
-    assert stored == (RUN, 2, 1.5, f"{URL}/{RUN}")
+    assert stored == (RUN, 2, 1.5, f"{URL}/{RUN}", "")
 
     here(tmp_path / "other", monkeypatch)
     assert fetch(f"{URL}/{RUN}") == RUN
@@ -402,6 +402,7 @@ def test_a_removed_index_is_a_gap_that_is_named(store: Any, tmp_path: Path, monk
 
 def test_a_folder_is_a_store_too(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = str(tmp_path / "shared")
+    (tmp_path / "shared").mkdir()
     here(workspace, monkeypatch, url)
     begin()
     copying.check()
@@ -436,6 +437,7 @@ def test_an_evaluation_that_was_made_again_is_copied_again(store: Any) -> None:
 
 @pytest.mark.parametrize("url", [URL, "folder"])
 def test_of_two_writers_of_an_index_one_writes_it(store: Any, tmp_path: Path, url: str) -> None:
+    (tmp_path / "folder").mkdir()
     files = Remote(url if "://" in url else str(tmp_path / url))
     assert files.create("mine/index/step.json", b"first") is True
     assert files.create("mine/index/step.json", b"second") is False

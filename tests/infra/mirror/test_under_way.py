@@ -1,6 +1,7 @@
 """Copies of a step that is not committed: whole or not used, of one writer, removed after the commit, and continued on another machine."""
 
 import importlib.util
+import json
 import logging
 import time
 from collections.abc import Iterator
@@ -14,10 +15,13 @@ from shared import becomes, sample
 
 from infra.engines.journal import Journal
 from infra.mirror import copying, remote
+from infra.mirror import under_way as under_way_module
 from infra.mirror.copying import AnotherRun
 from infra.mirror.fetching import fetch, stored_runs
 from infra.mirror.remote import Remote, RemoteError
 from infra.mirror.under_way import copied_under_way, copy_run, copy_under_way
+from infra.rewards.outcome import Outcome
+from infra.rewards.scores import ScoreJournal
 from infra.settings import settings
 from infra.store.files import new_id, record_of, write_json
 from infra.store.layout import RunFolder, StepFolder, run_folder
@@ -35,6 +39,7 @@ NUM_ATTEMPTS = 10_000
 @pytest.fixture
 def folder(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A store in a folder, with a run of two steps here."""
+    (tmp_path / "shared").mkdir()
     here(workspace, monkeypatch, str(tmp_path / "shared"))
     neighbours.begin()
     assert copy_run(RUN)
@@ -70,6 +75,19 @@ def finished(step: int, text: str = "") -> StepFolder:
     return made
 
 
+def bytes_sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the pieces that are sent from now on."""
+    sent, replace_object = list[int](), Remote.replace
+
+    def noted(self: Remote, name: str, data: bytes) -> None:
+        if not name.endswith("index.json"):
+            sent.append(len(data))
+        replace_object(self, name, data)
+
+    monkeypatch.setattr(Remote, "replace", noted)
+    return sent
+
+
 def copied() -> int:
     return copy_under_way(Remote(str(settings().store_url)), RUN)
 
@@ -94,6 +112,7 @@ def test_a_run_that_was_lost_in_its_first_step_is_continued_with_its_samples(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "empty"
+    folder.mkdir()
     here(tmp_path / "first", monkeypatch, str(folder))
     new_id(run_folder(RUN))
     write_json(RunFolder.of(RUN).config, {"name": RUN})
@@ -101,7 +120,7 @@ def test_a_run_that_was_lost_in_its_first_step_is_continued_with_its_samples(
     assert copied() == 0, "no sample, no copy"
     journal_of(0, 0, 2)
     assert copied() == 3
-    assert stored_runs(str(folder)) == [(RUN, 0, None, f"{folder}/{RUN}")]
+    assert stored_runs(str(folder)) == [(RUN, 0, None, f"{folder}/{RUN}", "")]
     here(tmp_path / "other", monkeypatch, settings().store_url)
     fetched()
     assert RunFolder.of(RUN).config.read_bytes() == before and kept(0) == [0, 1]
@@ -120,18 +139,90 @@ def test_a_later_copy_replaces_the_one_before_and_the_commit_removes_it(folder: 
     first = under_way()
     journal_of(2, 1, 1)
     assert copied() == 1
-    second = under_way()
-    assert len(first) == len(second) == 2 and first != second, "the journal's object and the index"
-    sent = list[str]()
-    replace_object = Remote.replace
-    monkeypatch.setattr(Remote, "replace", lambda self, name, data: sent.append(name) or replace_object(self, name, data))
-    assert copied() == 1 and sent == [f"{RUN}/under-way/index.json"], "the journal is there"
+    assert len(first) == 2 and len(under_way()) == 3, "the journal's two pieces and the index"
+    sent = bytes_sent(monkeypatch)
+    assert copied() == 1 and sent == [], "all of it is there"
     samples = finished(2)
     samples.journal.unlink()
     make(2)
     assert copied() == 2 and len(under_way()) == 3, "the machine may be lost before the step itself is copied"
     assert copy_run(RUN) and under_way() == []
     assert copied() == 0
+
+
+def test_a_journal_is_sent_piece_by_piece_and_joined_on_another_machine(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = bytes_sent(monkeypatch)
+    for number in range(6):
+        path = journal_of(2, number, 1)
+        assert copied() == 1
+    whole = path.read_bytes()
+    assert sum(sent) == len(whole) and len(sent) == 6, "nothing is sent twice"
+    monkeypatch.setattr(under_way_module, "MAX_PIECES", 6)
+    path = journal_of(2, 6, 1)
+    assert copied() == 1 and sent[6:] == [len(path.read_bytes())] and len(under_way()) == 2, "too many pieces become one"
+    path = journal_of(2, 7, 1)
+    assert copied() == 1
+    whole = path.read_bytes()
+    here(tmp_path / "other", monkeypatch, settings().store_url)
+    fetched()
+    assert StepFolder.at(RUN, 2).journal.read_bytes() == whole and kept(2) == [*range(8)]
+
+
+def test_what_rewards_have_judged_is_continued_on_another_machine(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal_of(2, 0, 1)
+    path = StepFolder.at(RUN, 2).scores_journal
+    with ScoreJournal(path, FENCE) as journal:
+        journal.add(("f", 4, 0, "d"), Outcome(0.5, {}))
+    assert copied() == 2
+    here(tmp_path / "other", monkeypatch, settings().store_url)
+    fetched()
+    with ScoreJournal(StepFolder.at(RUN, 2).scores_journal, FENCE) as journal:
+        assert journal.outcomes == {("f", 4, 0, "d"): Outcome(0.5, {})}
+
+
+def test_a_journal_that_was_written_again_is_sent_again_as_a_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal_of(2, 0, 2)
+    assert copied() == 1
+    first = under_way()
+    StepFolder.at(RUN, 2).journal.unlink()
+    path = journal_of(2, 5, 3)
+    sent = bytes_sent(monkeypatch)
+    assert copied() == 1 and sent == [path.stat().st_size]
+    assert len(under_way()) == 2 and under_way() != first
+
+
+def test_a_piece_that_is_gone_from_the_store_is_sent_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal_of(2, 0, 1)
+    assert copied() == 1
+    [piece] = [name for name in under_way() if name != "index.json"]
+    (folder / RUN / "under-way" / piece).unlink()
+    journal_of(2, 1, 1)
+    assert copied() == 1
+    here(tmp_path / "other", monkeypatch, settings().store_url)
+    fetched()
+    assert kept(2) == [0, 1]
+
+
+def test_a_copy_of_an_earlier_version_is_continued(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = journal_of(2, 0, 1)
+    assert copied() == 1
+    index = folder / RUN / "under-way/index.json"
+    content = json.loads(index.read_text())
+    for file in content["files"]:
+        del file["pieces"]
+    index.write_text(json.dumps(content))
+    first = settings().workspace
+    here(tmp_path / "other", monkeypatch, settings().store_url)
+    fetched()
+    assert kept(2) == [0]
+    here(first, monkeypatch, str(folder))
+    sent, size = bytes_sent(monkeypatch), path.stat().st_size
+    path = journal_of(2, 1, 1)
+    assert copied() == 1 and sent == [path.stat().st_size - size]
 
 
 def test_a_copy_older_than_the_commit_is_not_fetched(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +274,8 @@ def test_a_copy_with_a_changed_object_is_left_out_whole(
     fetched()
     assert not StepFolder.at(RUN, 2).path.exists() and not StepFolder.at(RUN, 3).path.exists()
     assert "the samples of the step under way are made again" in caplog.text
+    journal_of(2, 0, 1)
+    assert copied() == 1, "the run is this machine's now all the same"
 
 
 def test_samples_and_the_note_about_them_are_copied_together_or_not_at_all(folder: Path) -> None:

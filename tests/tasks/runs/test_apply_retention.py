@@ -17,6 +17,7 @@ CONFIG = RunConfig(name="mine").but(retention={"keep_last": 1, "of_others": "not
 
 
 def test_an_adapter_without_a_copy_in_the_store_stays(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "store").mkdir()
     monkeypatch.setenv("RATCHET_STORE_URL", str(tmp_path / "store"))
     settings.cache_clear()
     monkeypatch.setattr(mlflow_store, "delivered_adapters", lambda run: {1, 2, 3})
