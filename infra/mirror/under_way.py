@@ -151,7 +151,7 @@ def copy_under_way(remote: Remote, run: str) -> int:
 
 
 def _copied_file(
-    remote: Remote, run: str, path: Path, data: bytes, before: Mapping[str, CopiedFile], names: Collection[str]
+    remote: Remote, run: str, path: Path, data: bytes, before: Mapping[str, CopiedFile], names: frozenset[str]
 ) -> CopiedFile:
     """Bring what is new of a file into the store.
 
