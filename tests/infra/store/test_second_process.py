@@ -48,6 +48,7 @@ MIN_READS, MIN_CHANGES, LIMIT_S = 100, 20, 60.0
 
 
 def stored(path: Path) -> tuple[Remote, str]:
+    path.parent.mkdir(parents=True, exist_ok=True)
     return Remote(str(path.parent)), path.name
 
 
