@@ -29,9 +29,8 @@ def open_engine(
     machine: Interpreter, port and GPUs of a server. None: those of settings().
     checks_beside: As for CheckedEngine.
     """
-    config = config.but(
-        replicas=connection.num_replicas(config)
-    )  # one number for all of them, also when a node is lost meanwhile
+    # One number for all of them, also when a node is lost meanwhile.
+    config = config.but(replicas=connection.num_replicas(config))
     programs = [_program(config, adapter, machine, replica) for replica in range(config.replicas or 1)]
     replicas = [CheckedEngine(program, checks_beside=checks_beside) for program in programs]
     return replicas[0] if len(replicas) == 1 else ReplicaSet(replicas)

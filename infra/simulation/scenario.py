@@ -6,7 +6,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, model_validator
 
 MAX_GPUS = 1024
-Seconds = Annotated[float, Ge(0), AllowInfNan(False)]
+Duration = Annotated[float, Ge(0), AllowInfNan(False)]
 Rate = Annotated[float, Gt(0), AllowInfNan(False)]
 
 
@@ -15,10 +15,10 @@ class Recovery(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    engine_s: Seconds = Field(47.0, description="Start of an engine server with its checks.")
-    trainer_s: Seconds = Field(44.8, description="Start of the trainer program.")
-    flow_s: Seconds = Field(12.1, description="Start of the flow process, up to where it goes on.")
-    worker_s: Seconds = Field(9.5, description="Start of Prefect's worker and of the flow process.")
+    engine_s: Duration = Field(47.0, description="Start of an engine server with its checks.")
+    trainer_s: Duration = Field(44.8, description="Start of the trainer program.")
+    flow_s: Duration = Field(12.1, description="Start of the flow process, up to where it goes on.")
+    worker_s: Duration = Field(9.5, description="Start of Prefect's worker and of the flow process.")
 
 
 class Scenario(BaseModel):
@@ -42,21 +42,21 @@ class Scenario(BaseModel):
     log_spread: Annotated[float, Ge(0), Le(4)] = Field(0.6, description="Standard deviation of the tokens' logarithm, 0 to 4.")
     max_tokens: Annotated[int, Ge(1)] = Field(4096, description="Most tokens of a turn.")
     turns: Annotated[int, Ge(1)] = Field(1, description="Turns of a sample.")
-    tool_latency_s: Seconds = Field(0.0, description="Mean seconds of a tool between two turns: exponential.")
+    tool_latency_s: Duration = Field(0.0, description="Mean seconds of a tool between two turns: exponential.")
     max_running_requests: Annotated[int, Ge(1)] = Field(256, description="Requests that a replica runs at a time.")
     request_tokens_per_s: Rate = Field(100.0, description="Tokens per second of a request that has a replica to itself.")
     replica_tokens_per_s: Rate = Field(18800.0, description="Tokens per second of a full replica, all its GPUs together.")
-    request_s: Seconds = Field(0.0, description="Seconds of a request beside its tokens, such as its prompt's.")
+    request_s: Duration = Field(0.0, description="Seconds of a request beside its tokens, such as its prompt's.")
     trainer_tokens_per_s: Rate = Field(
         31300.0, description="Samples' tokens, prompts included, per second and GPU of the trainer."
     )
-    trainer_fixed_s: Seconds = Field(0.5, description="Seconds of a training beside its tokens.")
-    to_training_s: Seconds = Field(0.4, description="Seconds from the last sampled token to the first training kernel.")
-    to_sampling_s: Seconds = Field(0.75, description="Seconds from the last training kernel to the first sampled token.")
+    trainer_fixed_s: Duration = Field(0.5, description="Seconds of a training beside its tokens.")
+    to_training_s: Duration = Field(0.4, description="Seconds from the last sampled token to the first training kernel.")
+    to_sampling_s: Duration = Field(0.75, description="Seconds from the last training kernel to the first sampled token.")
     failures_every: Annotated[int, Ge(0)] = Field(
         0, description="Steps from one failure to the next, of engine, trainer, flow and worker in turn; 0: no failures."
     )
-    gpu_mtbf_hours: Seconds = Field(
+    gpu_mtbf_hours: Duration = Field(
         0.0, description="Mean hours of a GPU between two failures, of the program that uses it; 0: none."
     )
     seed: int = Field(0, description="Seed of all draws of lengths, tools and failures.")
