@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,10 @@ adapters: dict[str, str] = {}
 num_samples, num_judged, counting = 0, 0, threading.Lock()
 aborted: set[str] = set()
 """Ids of requests."""
+num_under_way = 0
+goes_on = threading.Event()
+"""Not set while generation is paused."""
+goes_on.set()
 
 
 def logprob(before: list[int], adapter: str) -> float:
@@ -141,6 +146,19 @@ def count_answer() -> None:
         num_generated += 1
 
 
+@contextlib.contextmanager
+def under_way() -> Iterator[None]:
+    """Count a request. As SGLang, a judge's server empties its cache only when none is under way: it sleeps when it has answered them all."""
+    global num_under_way
+    with counting:
+        num_under_way += 1
+    try:
+        yield
+    finally:
+        with counting:
+            num_under_way -= 1
+
+
 def is_of_judge(body: dict[str, Any]) -> bool:
     """Whether an adapter that judges is asked for an answer."""
     return str(body.get("lora_path")).startswith("judge-") and is_sample(body)
@@ -198,7 +216,12 @@ class Handler(BaseHTTPRequestHandler):
             case "/abort_request":
                 aborted.add(body["rid"])
                 self.answer(200, {})
-            case "/freeze_gc" | "/flush_cache" | "/pause_generation" | "/continue_generation":
+            case "/flush_cache":
+                self.answer(400 if num_under_way and ROLE != "engine" else 200, {})
+            case "/pause_generation" | "/continue_generation":
+                (goes_on.clear if self.path == "/pause_generation" else goes_on.set)()
+                self.answer(200, {})
+            case "/freeze_gc":
                 self.answer(200, {})
             case "/release_memory_occupation" | "/resume_memory_occupation":
                 self.answer(200, {})
@@ -206,22 +229,24 @@ class Handler(BaseHTTPRequestHandler):
                 del adapters[body["lora_name"]]
                 self.answer(200, {})
             case "/generate":
-                try:
-                    made = (
-                        [generate(each) for each in one_by_one(body)]
-                        if isinstance(body["input_ids"][0], list)
-                        else generate(body)
-                    )
-                except KeyError as error:
-                    self.answer(400, f"adapter {error} is not loaded")
-                    return
-                if self.misbehaves(of_health=True):
-                    return
-                count_answer()
-                self.answer(200, made)
-                note_answer(body, made)
+                if ROLE != "engine":
+                    goes_on.wait()
+                with under_way():
+                    self.generate(body)
             case _:
                 self.answer(404, "")
+
+    def generate(self, body: dict[str, Any]) -> None:
+        try:
+            made = [generate(each) for each in one_by_one(body)] if isinstance(body["input_ids"][0], list) else generate(body)
+        except KeyError as error:
+            self.answer(400, f"adapter {error} is not loaded")
+            return
+        if self.misbehaves(of_health=True):
+            return
+        count_answer()
+        self.answer(200, made)
+        note_answer(body, made)
 
     @staticmethod
     def digest_of(folder: Path) -> str:
