@@ -22,6 +22,7 @@ from session import NUM_TURNS
 if TYPE_CHECKING:
     from cell import Running
 
+EPISODES = ("episodes", "episodes on replicas", "episodes ahead")
 STOP_LIMIT_S = 40.0
 DELIVERY_S = 40.0
 """So long the delivery of a step may take."""
@@ -75,6 +76,7 @@ def _adapter(running: "Running", problems: list[str]) -> str:
     digest: str = report["weights"]["sha256"]
     expected = running.session.undisturbed(running.cell.variant)
     may_differ = tool_cells.ends_unknown(running.cell) or running.cell.variant == in_flight_cells.BY_TIME
+    may_differ = may_differ or bool(_num_unknown(running))
     if expected and expected.digest != digest and not may_differ:
         problems.append(f"the adapter is {digest}, an undisturbed run's is {expected.digest}")
     if (report["version"], report["num_optimizer_steps"]) != (last, last):
@@ -117,15 +119,28 @@ def _paid_once(running: "Running", problems: list[str]) -> None:
         problems.append("no request met the judge's fault")
 
 
+def _num_unknown(running: "Running") -> int:
+    """Episodes that end as `outcome unknown`: where the flow process is ended while the worker calls a tool, what the call did is not known."""
+    from infra.store.samples import read_samples
+
+    if running.cell.variant not in EPISODES or running.cell.target != "flow":
+        return 0
+    samples = (each for path in running.manifest.parent.parent.glob("*/samples.parquet") for each in read_samples(path))
+    return sum(each.unjudged == "outcome unknown" for each in samples)
+
+
 def _made_once(running: "Running", problems: list[str]) -> None:
-    """Each turn of each episode called its tool, none of them twice."""
-    if running.cell.variant not in ("episodes", "episodes on replicas", "episodes ahead"):
+    """Each turn of each episode called its tool, none of them twice; an episode whose outcome is unknown has ended before its last turn."""
+    if running.cell.variant not in EPISODES:
         return
     path = running.folder / "effects.txt"
     num_effects = len(path.read_text().splitlines()) if path.exists() else 0
     expected = running.config.data.num_prompts * running.config.sampling.group_size * running.num_steps * NUM_TURNS
-    if num_effects != expected:
-        problems.append(f"{num_effects} effects were made, not {expected}")
+    num_unknown = _num_unknown(running)
+    if num_unknown > 1:
+        problems.append(f"{num_unknown} episodes are of unknown outcome: one is played at a time")
+    if not expected - NUM_TURNS * num_unknown <= num_effects <= expected:
+        problems.append(f"{num_effects} effects were made, not {expected}; {num_unknown} episodes are of unknown outcome")
 
 
 def _trained_once(running: "Running", problems: list[str]) -> None:

@@ -169,11 +169,11 @@ NUM_TURNS = 3
 
 
 def with_environment(config: RunConfig, folder: Path) -> RunConfig:
-    """Episodes of three turns, one at a time, each turn with an effect that may not be made twice."""
+    """Episodes of three turns, one at a time, each turn with an effect that may not be made twice. One of them may end without a reward."""
     path = folder / "game.py"
     path.write_text(ENVIRONMENT)
     own = {"name": f"{path}:Game", "workers": 1, "episode_timeout_s": 5.0, "environment": ["DRILL_FOLDER"]}
-    return config.but(environment=EnvironmentConfig.model_validate(own))
+    return config.but(environment=EnvironmentConfig.model_validate(own), reward=config.reward.but(max_unjudged_frac=0.1))
 
 
 TASKSET = """import os
