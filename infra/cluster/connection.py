@@ -35,7 +35,7 @@ PLACE_TIMEOUT_S = 600.0
 LOOK_S = 15.0
 CONNECT_TIMEOUT_S = 10.0
 PING_S = 60.0
-"""Seconds after which an agent that does not answer is asked whether it is there, and as long again until it counts as lost."""
+"""Seconds to wait for an agent's answer, and then for its answer to a ping. Without either its node counts as lost."""
 AGENT_THREADS = 64
 """Calls that an agent answers at a time; waits for a release take one each."""
 MISSING = "a cluster needs Ray, which is not installed: `python3 infra/setup/bootstrap.py --ray` or `pip install 'ratchet[ray]'` installs it"

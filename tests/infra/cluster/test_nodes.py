@@ -149,7 +149,7 @@ def test_as_many_replicas_as_fit_become_fewer_and_those_that_are_left_take_the_p
     assert placement.fitted(2) == 4
     assert placement.of(3, 2)[:2] == (second, 1), "places are given in order, however replicas are started"
     places = [placement.of(replica, 2) for replica in range(4)]
-    agent(second).is_lost = True  # which nobody has noticed yet
+    agent(second).is_lost = True  # not noticed yet
     assert placement.fitted(2) == 2 and second.is_lost
     assert placement.of(0, 2) == places[0]
     assert placement.of(1, 2)[:2] == (first, 1), "the place of replica 2, which there is no more"
