@@ -114,6 +114,8 @@ class Running:
         self.is_door_gone = False
         self.attempt_s = 0.0
         self.struck_at: float | None = None
+        self.settled_at: float | None = None
+        """When every answer that the engine had delivered was in the journal; None: nobody waited for that."""
         self.struck = ""
         self.restore: tuple[float, Callable[[], None]] | None = None
 
@@ -254,13 +256,15 @@ class Running:
         """Every answer that the engine has delivered is in the journal."""
         counts, since, deadline = (-1, -1), time.monotonic(), time.monotonic() + SETTLE_LIMIT_S
         while time.monotonic() < deadline:
+            looked_at = time.time()
             now = (
                 far_cells.num_lines(self.folder / "answers.jsonl"),
                 self.num_taken_in(),
             )
+            is_taken_in = now[0] == now[1] or self.cell.variant in ALL_REAL  # the real engine counts nothing
             if now != counts:
                 counts, since = now, time.monotonic()
-            is_taken_in = counts[0] == counts[1] or self.cell.variant in ALL_REAL  # the real engine counts nothing
+                self.settled_at = looked_at if is_taken_in else None
             if is_taken_in and time.monotonic() - since > SETTLED_S:
                 return
             time.sleep(0.02)

@@ -49,7 +49,7 @@ def after(running: "Running") -> Found:
     else:
         digest = _adapter(running, problems)
         _samples(running, problems)
-        again = num_sampled_again(running.folder, running.struck_at)
+        again = num_sampled_again(running.folder, running.struck_at, running.settled_at)
         # A wrong answer costs the whole rollout; a random kill may hit answers that are just being taken in.
         is_lost = running.cell.fault == "garbage" or far_cells.samples_again(running.cell)
         if again and not is_lost and running.cell.target != "any":
@@ -158,14 +158,18 @@ def _trained_once(running: "Running", problems: list[str]) -> None:
             problems.append(f"the trainer did its job {count} times")
 
 
-def num_sampled_again(cell: Path, struck_at: float | None) -> int:
-    """Samples that the twin had delivered before the strike, and delivered once more; what it sends to a process that was struck in
-    between counts for nothing."""
+def num_sampled_again(cell: Path, struck_at: float | None, settled_at: float | None) -> int:
+    """Samples that the twin had delivered before the strike, and was asked for once more after it.
+
+    settled_at: When all that was delivered had been taken in. What comes between then and the strike is delivered to a process that may
+    be gone before it has taken it in: a machine that is busy may have held the drill up there.
+    """
     path = cell / "answers.jsonl"
     answers = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    counts = collections.Counter(answer["seed"] for answer in answers)
-    before = {answer["seed"] for answer in answers if struck_at is None or answer["at"] < struck_at}
-    return sum(counts[seed] - 1 for seed in before)
+    if struck_at is None:
+        return sum(count - 1 for count in collections.Counter(answer["seed"] for answer in answers).values())
+    before = {answer["seed"] for answer in answers if answer["at"] < (settled_at or struck_at)}
+    return sum(answer["seed"] in before for answer in answers if answer["asked_at"] > struck_at)
 
 
 def _deliver(running: "Running", problems: list[str]) -> None:

@@ -175,13 +175,13 @@ def judged() -> bool:
     return points.ordered("engine") == "garbage"
 
 
-def note_answer(body: dict[str, Any], made: Any) -> None:
+def note_answer(body: dict[str, Any], made: Any, asked_at: float) -> None:
     """One line for each sample that was delivered whole."""
     cell = points.folder()
     if isinstance(made, dict) and made["meta_info"]["finish_reason"]["type"] == "abort":
         return
     if cell is not None and is_sample(body) and ROLE == "engine" and not is_of_judge(body):
-        line = json.dumps({"seed": body["sampling_params"]["sampling_seed"], "engine": os.getpid(), "at": time.time()})
+        line = json.dumps({"seed": body["sampling_params"]["sampling_seed"], "engine": os.getpid(), "asked_at": asked_at, "at": time.time()})
         with (cell / "answers.jsonl").open("a") as stream:
             stream.write(line + "\n")
 
@@ -237,6 +237,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.answer(404, "")
 
     def generate(self, body: dict[str, Any]) -> None:
+        asked_at = time.time()
         try:
             made = [generate(each) for each in one_by_one(body)] if isinstance(body["input_ids"][0], list) else generate(body)
         except KeyError as error:
@@ -246,7 +247,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         count_answer()
         self.answer(200, made)
-        note_answer(body, made)
+        note_answer(body, made, asked_at)
 
     @staticmethod
     def digest_of(folder: Path) -> str:
