@@ -181,7 +181,9 @@ def note_answer(body: dict[str, Any], made: Any, asked_at: float) -> None:
     if isinstance(made, dict) and made["meta_info"]["finish_reason"]["type"] == "abort":
         return
     if cell is not None and is_sample(body) and ROLE == "engine" and not is_of_judge(body):
-        line = json.dumps({"seed": body["sampling_params"]["sampling_seed"], "engine": os.getpid(), "asked_at": asked_at, "at": time.time()})
+        line = json.dumps(
+            {"seed": body["sampling_params"]["sampling_seed"], "engine": os.getpid(), "asked_at": asked_at, "at": time.time()}
+        )
         with (cell / "answers.jsonl").open("a") as stream:
             stream.write(line + "\n")
 
