@@ -7,6 +7,7 @@ A part is the run's beginning, an adapter, a committed step, an evaluation or th
 adapters that the run's retention removes here.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,17 @@ def evaluation_part(folder: str) -> str:
     return f"evaluation-{folder}"
 
 
+def step_of(part: str) -> float:
+    """Return the number of the step of which a part is: an adapter and its evaluations are of the step that made it. The report is of none, and
+    more than any; the beginning is less."""
+    kind, _, number = part.partition("-")
+    if kind == "step":
+        return int(number)
+    if kind in ("adapter", "evaluation"):
+        return int(number.partition("-")[0]) - 1
+    return math.inf if part == END else -1
+
+
 def parts(run: str) -> list[Part]:
     """The parts of a run on the disk, in the order in which they are copied: an adapter before the step that made it, that one before the
     next. None before the first step is committed."""
@@ -105,6 +117,11 @@ def _existing(paths: Iterable[Path]) -> tuple[Path, ...]:
 def is_of(run: str, path: str) -> bool:
     """Whether a file that a store names is in the run's folder; those of a run that was renamed in the store are not."""
     return path.startswith(f"{RunFolder.of(run).path.relative_to(Workspace.here().path)}/")
+
+
+def manifest_of(copy: Copy) -> str:
+    """Return the digest of a step's manifest, by which it is known; empty for other parts."""
+    return next((file.sha256 for file in copy.files if file.path.endswith(f"/{MANIFEST}")), "")
 
 
 def is_same(here: Copy, there: Copy) -> bool:

@@ -10,10 +10,22 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from infra.failures import StoreRefused
-from infra.mirror.copies import BEGINNING, Copy, Part, index_name, is_same, object_name, parts
+from infra.mirror.copies import (
+    BEGINNING,
+    END,
+    Copy,
+    Part,
+    index_name,
+    is_same,
+    manifest_of,
+    object_name,
+    parts,
+    step_of,
+    step_part,
+)
 from infra.mirror.remote import AddressRefused, Remote, RemoteError, Unreadable
 from infra.records import Record
 from infra.settings import settings
@@ -35,6 +47,8 @@ class Copied(Record):
     url: str
     parts: dict[str, str]
     """Digest of each part's index, by the part's name."""
+    dropped: dict[str, str] = Field(default_factory=dict)
+    """Parts that were dropped here and are still in the store. By name: a step's digest of its manifest, else nothing."""
 
 
 class AnotherRun(StoreRefused):
@@ -72,15 +86,17 @@ def is_away(url: str) -> bool:
 
 
 def waiting(run: str) -> list[Part]:
-    """Parts that are not in the store yet, in their order; none where no store is configured."""
+    """Parts that are not in the store yet, in their order, then those that were dropped here and are still there, without files; none where no
+    store is configured."""
     if (url := settings().store_url) is None:
         return []
-    known = _copied(run, url).parts
+    copied = _copied(run, url)
+    known, dropped = copied.parts, [Part(name, (), is_final=False) for name in copied.dropped]
     return [
         part
         for part in parts(run)
         if part.name not in known or (not part.is_final and known[part.name] != _digest(_copy(run, part)))
-    ]
+    ] + dropped
 
 
 def write_copied(path: Path, url: str, copies: Mapping[str, Copy]) -> None:
@@ -117,7 +133,11 @@ def copy_run(run: str) -> bool:
     url = str(settings().store_url)
     remote, known = Remote(url), _copied(run, url)
     try:
-        for part in missing:
+        if known.dropped:
+            _remove_dropped(remote, run, known)
+            known = known.model_copy(update={"dropped": {}})
+            write_json(RunFolder.of(run).copied, known.model_dump())
+        for part in (each for each in missing if each.files):
             copy = _copied_part(remote, run, part)
             known = Copied(url=url, parts={**known.parts, part.name: _digest(copy)})
             write_json(RunFolder.of(run).copied, known.model_dump())
@@ -129,6 +149,34 @@ def copy_run(run: str) -> bool:
         return False
     log.info("run %s is copied to %s", run, url)
     return True
+
+
+def note_dropped(run: str, step: int) -> None:
+    """Note that the steps of a run from `step` on are being dropped here. What the store has of them is removed there before anything else is
+    copied: steps that are made again would not be copied else, and a machine that continues the run would get the old ones."""
+    noted = read_note(RunFolder.of(run).copied, Copied)
+    if noted is None:
+        return
+    manifests = {part.name: manifest_of(_copy(run, part)) for part in parts(run) if step_of(part.name) >= step}
+    gone = {name: manifests.get(name, "") for name in noted.parts if step_of(name) >= step}
+    kept = {name: digest for name, digest in noted.parts.items() if name not in gone}
+    write_json(RunFolder.of(run).copied, Copied(url=noted.url, parts=kept, dropped=noted.dropped | gone).model_dump())
+
+
+def _remove_dropped(remote: Remote, run: str, known: Copied) -> None:
+    """Remove the indices of dropped parts, the last one first: until the first is removed, the store has a run that is whole up to some step.
+    Objects stay. Raises AnotherRun where another machine has continued the run, or made one of these steps again."""
+    after = max((int(step_of(name)) + 1 for name in known.dropped if name != END), default=None)
+    if after is not None and there(remote, index_name(run, step_part(after))) is not None:
+        raise made_elsewhere(remote, run, f"{step_part(after)} of run {run!r} as another machine made it")
+    for name in sorted(known.dropped, key=lambda name: (step_of(name), name), reverse=True):
+        stored = there(remote, index_name(run, name))
+        if stored is None:
+            continue
+        _check_id(remote, run, stored)
+        if manifest_of(stored) != known.dropped[name]:
+            raise made_elsewhere(remote, run, f"{name} of run {run!r} as another machine made it")
+        remote.remove(index_name(run, name))
 
 
 def _copied_part(remote: Remote, run: str, part: Part) -> Copy:
@@ -159,7 +207,8 @@ def _check_ours(remote: Remote, copy: Copy, stored: Copy, part: Part) -> None:
 
 def check_part(remote: Remote, run: str, name: str) -> None:
     """Raises AnotherRun where the store has a part, of which it is not known here that it has it, as another machine made it."""
-    if name in copied_parts(run, remote.url) or (stored := there(remote, index_name(run, name))) is None:
+    copied = _copied(run, remote.url)
+    if name in {*copied.parts, *copied.dropped} or (stored := there(remote, index_name(run, name))) is None:
         return
     _check_id(remote, run, stored)
     ours = next((part for part in parts(run) if part.name == name), None)

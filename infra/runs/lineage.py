@@ -105,14 +105,8 @@ def drop(run: str, step: int) -> list[Path]:
     Raises:
         ValueError: if the run has no such step, or cannot continue from there. Nothing was removed then.
     """
-    steps = [int(path.name) for path in RunFolder.of(run).steps.glob("[0-9]*") if path.name.isdecimal()]
-    doomed = range(max(steps, default=-1), step - 1, -1)
-    if step < first_step(run) or not doomed:
-        known = ", ".join(map(str, sorted(steps))) or "none"
-        raise ValueError(f"run {run!r} has no step {step} that could be dropped; its steps are {known}")
-    _check_can_go_on(run, step)
     removed = []
-    for number in doomed:
+    for number in droppable(run, step):
         folder = step_folder_of(run, number)
         StepFolder(folder).manifest.unlink(missing_ok=True)
         found = [folder, adapter_folder(run, number + 1), *RunFolder.of(run).evaluations.glob(f"{number + 1:06d}-*")]
@@ -122,6 +116,17 @@ def drop(run: str, step: int) -> list[Path]:
                 removed.append(each)
     RunFolder.of(run).report.unlink(missing_ok=True)
     return removed
+
+
+def droppable(run: str, step: int) -> range:
+    """Return the numbers of the steps that `drop` removes, the last one first. Raises ValueError as `drop` does."""
+    steps = [int(path.name) for path in RunFolder.of(run).steps.glob("[0-9]*") if path.name.isdecimal()]
+    doomed = range(max(steps, default=-1), step - 1, -1)
+    if step < first_step(run) or not doomed:
+        known = ", ".join(map(str, sorted(steps))) or "none"
+        raise ValueError(f"run {run!r} has no step {step} that could be dropped; its steps are {known}")
+    _check_can_go_on(run, step)
+    return doomed
 
 
 def _check_can_go_on(run: str, step: int) -> None:

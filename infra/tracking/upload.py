@@ -30,9 +30,10 @@ from infra.mirror import copying, under_way
 from infra.mirror.remote import SLOW_BYTES_PER_S, AddressRefused
 from infra.processes import children
 from infra.processes.children import ProcessRef
+from infra.runs import lineage
 from infra.settings import CHECKOUT, Settings, main_python, settings
 from infra.store.files import read_note, usable_workspace, write_json, write_note
-from infra.store.layout import Workspace, runs_folder
+from infra.store.layout import RunFolder, Workspace, runs_folder
 from infra.tracking import mlflow_address, mlflow_store
 
 log = logging.getLogger(__name__)
@@ -190,6 +191,24 @@ def upload(run: str | None = None, to: str | None = None) -> None:
             sys.exit(f"error: run {run} was not delivered to {mlflow_store.uri(run)}; the reason stands above")
         if (not run or to) and (unreadable := deliver_all()):
             sys.exit(f"error: not delivered: {', '.join(unreadable)}; the reasons stand above")
+
+
+def drop(run: str, step: int) -> list[Path]:
+    """Remove the steps of a run from `step` on, as lineage.drop does, and what the store has of them; one that does not answer gives them up at the
+    next upload. Returns the removed paths.
+
+    Raises:
+        ValueError: if the run has no such step, or cannot continue from there; nothing was removed then. AnotherRun where another machine has
+            continued the run: removed are the steps that are here.
+    """
+    lineage.droppable(run, step)
+    if not RunFolder.of(run).copied.exists():
+        return lineage.drop(run, step)
+    with _turn():
+        copying.note_dropped(run, step)
+        removed = lineage.drop(run, step)
+        under_way.copy_run(run)
+    return removed
 
 
 def move(run: str, uri: str) -> None:

@@ -15,7 +15,7 @@ from shared import commit
 
 from infra.config import RunConfig
 from infra.failures import StoreRefused
-from infra.mirror import copying, remote
+from infra.mirror import copying, ownership, remote
 from infra.mirror.copying import AnotherRun, copy_run, waiting
 from infra.mirror.fetching import fetch, stored_runs
 from infra.mirror.remote import Remote, RemoteError
@@ -75,7 +75,8 @@ def begin(num_steps: int = 2) -> None:
 
 
 def make(step: int, content: str = "adapter") -> None:
-    commit(RunConfig(name=RUN), step, {"reward/mean": step + 0.5}, weights=f"{content} {step + 1}".encode() * 1000)
+    weights = f"{content} {step + 1}".encode() * 1000
+    commit(RunConfig(name=RUN), step, {"reward/mean": step + 0.5}, weights=weights, adapter_out=content)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -456,3 +457,92 @@ def test_a_store_that_refuses_keeps_nothing_from_mlflow(
     assert upload.deliver_all() == [RUN] and delivered == [RUN]
     [said] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert said.startswith("s3://runs/team holds another run 'mine'")
+
+
+def again(step: int) -> None:
+    """Drop the steps from one on, and make that one again with other content."""
+    upload.drop(RUN, step)
+    make(step, content="another adapter")
+
+
+@pytest.fixture
+def manifests_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of these steps name no adapter that a drop could check."""
+    monkeypatch.setattr(lineage, "_check_can_go_on", lambda run, step: None)
+
+
+@pytest.mark.usefixtures("manifests_are_short")
+@pytest.mark.parametrize("is_away", [False, True])
+def test_steps_that_were_dropped_and_made_again_are_copied_as_they_are_now(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_away: bool
+) -> None:
+    make(2)
+    assert copy_run(RUN)
+    store.strike("503", times=10_000 if is_away else 0, methods=EVERY)
+    again(1)
+    store.strike("", 0)
+    assert ("step-000002" in {part.name for part in waiting(RUN)}) == is_away, "what is dropped here has to go there too"
+    assert stored_runs(URL)[0].num_steps == (3 if is_away else 1)
+    ownership.check_is_ours(RUN)
+    assert copying.copied_adapters(RUN) == {1}, "retention keeps the new one until it is copied"
+    assert copy_run(RUN) and waiting(RUN) == [] and stored_runs(URL)[0].num_steps == 2
+    ownership.check_is_ours(RUN)
+    before = contents(run_folder(RUN))
+    here(tmp_path / "other", monkeypatch)
+    fetch(f"{URL}/{RUN}")
+    assert contents(run_folder(RUN)) == before
+
+
+@pytest.mark.usefixtures("manifests_are_short")
+def test_steps_are_not_dropped_in_the_store_where_another_machine_has_gone_on(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = settings().workspace
+    assert copy_run(RUN)
+    here(tmp_path / "other", monkeypatch)
+    fetch(f"{URL}/{RUN}")
+    make(2)
+    assert copy_run(RUN)
+    here(first, monkeypatch)
+    with pytest.raises(AnotherRun, match="has step-000002 of run 'mine' as another machine made it"):
+        upload.drop(RUN, 1)
+    here(tmp_path / "other", monkeypatch)
+    again(2)
+    assert copy_run(RUN)
+    here(first, monkeypatch)
+    with pytest.raises(AnotherRun, match="has step-000002 of run 'mine' as another machine made it"):
+        copy_run(RUN)
+    assert stored_runs(URL)[0].num_steps == 3
+    here(tmp_path / "other", monkeypatch)
+    again(1)
+    assert copy_run(RUN) and stored_runs(URL)[0].num_steps == 2
+    here(first, monkeypatch)
+    with pytest.raises(AnotherRun, match="has step-000001 of run 'mine' as another machine made it"):
+        copy_run(RUN)
+
+
+def test_a_drop_that_was_cut_off_leaves_the_store_without_a_gap(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(2)
+    assert copy_run(RUN)
+    remove, removed = Remote.remove, list[str]()
+
+    def killed(self: Remote, name: str) -> None:
+        if len(removed) == 3:
+            raise SystemExit(1)
+        removed.append(name)
+        remove(self, name)
+
+    monkeypatch.setattr(Remote, "remove", killed)
+    with pytest.raises(SystemExit):
+        upload.drop(RUN, 0)
+    assert [name.rpartition("/")[2] for name in removed] == ["step-000002.json", "adapter-000003.json", "step-000001.json"]
+    assert stored_runs(URL)[0][1:] == (1, 0.5, f"{URL}/{RUN}", "")
+    monkeypatch.setattr(Remote, "remove", remove)
+    assert copy_run(RUN) and stored_runs(URL)[0].num_steps == 0
+
+
+def test_a_step_that_cannot_be_dropped_stays_in_the_store(store: Any) -> None:
+    assert copy_run(RUN)
+    with pytest.raises(ValueError, match="run 'mine' has no step 2 that could be dropped; its steps are 0, 1"):
+        upload.drop(RUN, 2)
+    assert waiting(RUN) == [] and stored_runs(URL)[0].num_steps == 2
