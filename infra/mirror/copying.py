@@ -31,7 +31,7 @@ from infra.records import Record
 from infra.settings import settings
 from infra.store.digests import sha256_of
 from infra.store.files import path_of, read_note, record_of, run_id, write_json
-from infra.store.layout import RunFolder
+from infra.store.layout import RunFolder, Workspace
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,9 @@ def check() -> None:
     if url is None or is_away(url):
         return
     try:
-        Remote(url).check()
+        remote = Remote(url)
+        remote.check_outside(Workspace.here().path)
+        remote.check()
         _away.pop(url, None)
     except AddressRefused as error:
         raise StoreRefused(f"RATCHET_STORE_URL: {error}") from error

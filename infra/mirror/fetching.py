@@ -9,16 +9,17 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from infra.config.tools.names import RUN_NAME
-from infra.mirror.copies import BEGINNING, INDEX, Copy, adapter_part, index_name, is_of, object_name, step_part
+from infra.mirror.copies import BEGINNING, INDEX, Copy, adapter_part, index_name, is_of, manifest_of, object_name, step_part
 from infra.mirror.copying import write_copied
 from infra.mirror.paid import take_over
 from infra.mirror.remote import Remote, RemoteError
 from infra.mirror.under_way import FOLDER, fetch_under_way
 from infra.records import File
 from infra.runs import lineage
+from infra.settings import settings
 from infra.store.digests import sha256_of
 from infra.store.files import fresh_folder, only_maker, open_workspace, publish_folder, run_id
-from infra.store.layout import REPORT, RunFolder, Workspace, run_folder
+from infra.store.layout import REPORT, RunFolder, StepFolder, Workspace, run_folder, step_folder_of
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,8 @@ def fetch(url: str) -> str:
     with only_maker(Workspace.here().fetched / run):
         if not _is_here(remote, run, names):
             _bring(remote, run, names)
+    if settings().store_url is None:
+        log.warning("RATCHET_STORE_URL is not set: what run %s makes from here on is copied nowhere", run)
     return run
 
 
@@ -121,7 +124,18 @@ def _is_here(remote: Remote, run: str, names: list[str]) -> bool:
         raise ValueError(
             f"run {run} is here with {num_here} steps, the store has {num_there}: `ratchet rm {run}` removes it, then give --from again"
         )
+    last = max((name for name in names if name.startswith(_STEP)), default=None)
+    if last and sha256_of(_manifest_here(run, last)) != manifest_of(_copy_of(remote, run, last)):
+        raise ValueError(
+            f"run {run} is here with another {last} than the store's: leave --from out to go on with the one that is here, or `ratchet rm {run}` "
+            "and give --from again"
+        )
     return True
+
+
+def _manifest_here(run: str, part: str) -> Path:
+    """part: A step's."""
+    return StepFolder(step_folder_of(run, int(part.removeprefix(_STEP)))).manifest
 
 
 def _bring(remote: Remote, run: str, names: list[str]) -> None:

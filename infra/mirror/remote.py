@@ -148,6 +148,13 @@ class Remote:
 
         self._asked(f"take {PROBE}", write, num_attempts=1)
 
+    def check_outside(self, folder: Path) -> None:
+        """Raises AddressRefused for a place in this folder, with which it would be lost."""
+        if self.protocol in LOCAL and Path(self.root).resolve().is_relative_to(folder.resolve()):
+            raise AddressRefused(
+                f"store {self.url} lies in the workspace {folder} and would be lost with it: give a place outside of it"
+            )
+
     def is_missing(self) -> bool:
         """Whether it is a folder that is not there; an object store has no empty folders that could be missing."""
         return self.protocol in LOCAL and not self.files.isdir(self.root)

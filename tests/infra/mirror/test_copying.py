@@ -401,14 +401,16 @@ def test_a_removed_index_is_a_gap_that_is_named(store: Any, tmp_path: Path, monk
         fetch(f"{URL}/{RUN}")
 
 
-def test_a_folder_is_a_store_too(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    url = str(tmp_path / "shared")
-    (tmp_path / "shared").mkdir()
+def test_a_folder_is_a_store_too(
+    workspace: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path_factory.mktemp("shared")  # not in the workspace
+    url = str(shared)
     here(workspace, monkeypatch, url)
     begin()
     copying.check()
     assert copy_run(RUN) and waiting(RUN) == []
-    assert not list((tmp_path / "shared").rglob("*.partial"))
+    assert not list(shared.rglob("*.partial"))
     before = contents(run_folder(RUN))
     here(tmp_path / "other", monkeypatch, None)
     fetch(f"{url}/{RUN}")

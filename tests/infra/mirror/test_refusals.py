@@ -19,6 +19,7 @@ from infra.mirror.fetching import fetch, stored_runs
 from infra.mirror.ownership import check_is_ours
 from infra.mirror.remote import AddressRefused, Remote, RemoteError
 from infra.mirror.under_way import copy_run, copy_under_way
+from infra.runs import lineage
 from infra.settings import settings
 from infra.store.files import new_id, write_json
 from infra.store.layout import RunFolder, StepFolder, run_folder
@@ -121,6 +122,34 @@ def test_a_disk_that_is_not_mounted_gets_no_copies(
     assert copy_run(RUN) is False and not folder.exists()
     assert f"there is no folder {folder}" in caplog.text
     with pytest.raises(ValueError, match="does not exist: give a folder that is there"):
+        fetch(f"{folder}/{RUN}")
+
+
+def test_a_store_in_the_workspace_is_refused(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (workspace / "runs").mkdir(exist_ok=True)
+    (workspace.parent / "link").symlink_to(workspace)
+    for url in (workspace, workspace / "runs", workspace.parent / "link/runs", f"file://{workspace}/runs"):
+        here(workspace, monkeypatch, str(url))
+        with pytest.raises(
+            StoreRefused, match=rf"^RATCHET_STORE_URL: store {url} lies in the workspace {workspace} and would be lost"
+        ):
+            copying.check()
+
+
+def test_a_run_that_is_here_with_other_steps_than_the_store_s_is_told(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = settings().workspace
+    here(tmp_path / "other", monkeypatch, None)
+    assert fetch(f"{folder}/{RUN}") == RUN
+    assert caplog.messages[-1] == f"RATCHET_STORE_URL is not set: what run {RUN} makes from here on is copied nowhere"
+    here(first, monkeypatch, str(folder))
+    monkeypatch.setattr(lineage, "_check_can_go_on", lambda run, step: None)  # these manifests name no adapter
+    upload.drop(RUN, 1)
+    make(1, content="another adapter")
+    assert copy_run(RUN)
+    here(tmp_path / "other", monkeypatch, None)
+    with pytest.raises(ValueError, match=f"run {RUN} is here with another step-000001 than the store's: leave --from out"):
         fetch(f"{folder}/{RUN}")
 
 

@@ -37,13 +37,13 @@ NUM_ATTEMPTS = 10_000
 
 
 @pytest.fixture
-def folder(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A store in a folder, with a run of two steps here."""
-    (tmp_path / "shared").mkdir()
-    here(workspace, monkeypatch, str(tmp_path / "shared"))
+def folder(workspace: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store in a folder outside of the workspace, with a run of two steps here."""
+    shared = tmp_path_factory.mktemp("shared")
+    here(workspace, monkeypatch, str(shared))
     neighbours.begin()
     assert copy_run(RUN)
-    return tmp_path / "shared"
+    return shared
 
 
 def under_way() -> list[str]:
