@@ -918,6 +918,14 @@ BREAKAGES = (
     ),
     Breakage(
         "11 nothing is paid twice",
+        "a run pays from its budget for an earlier one of its name",
+        "tasks/support/preflight.py",
+        "        set_aside_payments(config.name)\n",
+        "        pass\n",
+        "tests/tasks/test_judge.py::test_a_run_does_not_pay_for_an_earlier_one_of_its_name",
+    ),
+    Breakage(
+        "11 nothing is paid twice",
         "the budget is not looked at",
         "infra/rewards/judges/judging.py",
         "            if limit and used >= limit:",
