@@ -40,7 +40,9 @@ def after_step(client: "MlflowClient", run: str, mlflow_run: str, version: int) 
     """Register the adapter of a step if its turn has come."""
     every = _config(run).tracking.register_every
     is_due = bool(every) and version % every == 0
-    of_dropped = [each for each in versions_of(client, run) if int(each.tags[ADAPTER_TAG]) >= version and not _is_current(run, each)]
+    of_dropped = [
+        each for each in versions_of(client, run) if int(each.tags[ADAPTER_TAG]) >= version and not _is_current(run, each)
+    ]
     if is_due or of_dropped:
         refresh(client, run, mlflow_run, [version] if is_due else [])
 

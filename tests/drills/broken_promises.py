@@ -1686,6 +1686,14 @@ BREAKAGES = (
     ),
     Breakage(
         "14 a run keeps its layout",
+        "rates that a run measured in another layout or on another machine are remembered as those of its last one",
+        "tasks/support/planning/layout.py",
+        "range(_first_alike(config, num_committed), num_committed)",
+        "range(num_committed)",
+        "tests/tasks/support/test_layout.py::test_rates_are_remembered_of_the_steps_made_as_the_last_one_was",
+    ),
+    Breakage(
+        "14 a run keeps its layout",
         "a run that goes on is planned again",
         "tasks/support/planning/layout.py",
         "if (begun := _as_begun(config)) is not None:",

@@ -100,7 +100,9 @@ def test_steps_are_not_dropped_where_an_adapter_that_samples_for_them_is_gone(co
     (adapter_folder("r", 2) / ADAPTER_WEIGHTS).unlink()
     write_json(adapter_folder("r", 2) / "removed.json", {"files": [ADAPTER_WEIGHTS]})
     for step in (3, 4):
-        with pytest.raises(ValueError, match=rf"run 'r' cannot go on from step {step}: .*000002/adapter_model.safetensors was removed"):
+        with pytest.raises(
+            ValueError, match=rf"run 'r' cannot go on from step {step}: .*000002/adapter_model.safetensors was removed"
+        ):
             lineage.drop("r", step)
     assert lineage.next_step("r") == 5
     lineage.drop("r", 1)
