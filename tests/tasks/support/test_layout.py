@@ -4,7 +4,6 @@ import logging
 from pathlib import Path
 
 import pytest
-
 from shared import write_manifest
 
 from infra.colocation import plans
