@@ -90,7 +90,7 @@ def test_steps_are_not_dropped_where_the_adapter_before_them_is_not_whole(made: 
 
 
 def test_steps_are_not_dropped_where_an_adapter_that_samples_for_them_is_gone(config: RunConfig) -> None:
-    """With max_staleness, steps made again are sampled again by older adapters than the one from which they start, which retention may have removed."""
+    """With max_staleness, steps made again are sampled again by older adapters than that of their start, which retention may have removed."""
     correction = config.trainer.loss.correction.but(max_staleness=2, mode="decoupled", kind="tis")
     config = config.but(trainer=config.trainer.but(loss=config.trainer.loss.but(correction=correction)))
     open_run(config)
