@@ -18,7 +18,7 @@ from infra.eval_records import Evaluation
 from infra.records import StepReport
 from infra.runs import evaluations
 from infra.store.files import read_json, run_id
-from infra.store.layout import RunFolder, StepFolder
+from infra.store.layout import MANIFEST, RunFolder, StepFolder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient as MlflowClient
@@ -38,7 +38,7 @@ def addresses(run: str) -> str:
 
 def after_step(client: "MlflowClient", run: str, mlflow_run: str, version: int) -> None:
     """Register the adapter of a step if its turn has come."""
-    every = _config(run).tracking.register_every
+    every = config_of(run).tracking.register_every
     is_due = bool(every) and version % every == 0
     of_dropped = [
         each for each in versions_of(client, run) if int(each.tags[ADAPTER_TAG]) >= version and not _is_current(run, each)
@@ -146,7 +146,7 @@ def _set_aliases(client: "MlflowClient", run: str, known: "list[ModelVersion]") 
     """Set `best`, `last` and the name of each version."""
     by_digest = {version.tags[SHA256_TAG]: version for version in reversed(known)}
     found = [each for each in _evaluated(run) if each.adapter_sha256 in by_digest]
-    highest = evaluations.best_of(_config(run).evaluation, found)
+    highest = evaluations.best_of(config_of(run).evaluation, found)
     wanted = {f"adapter-{version.tags[ADAPTER_TAG]}": version for version in known}
     wanted[LAST] = max(known, key=lambda version: int(version.tags[ADAPTER_TAG]))
     wanted[BEST] = (
@@ -162,8 +162,11 @@ def _artifacts_of(version: int) -> str:
     return f"adapters/{version:06d}"
 
 
-def _config(run: str) -> RunConfig:
-    return RunConfig.model_validate(read_json(RunFolder.of(run).config))
+def config_of(run: str) -> RunConfig:
+    """Return the configuration of the latest committed step, or the one that the run started with: how adapters are registered and evaluated may
+    change in a run."""
+    manifests = sorted(RunFolder.of(run).steps.glob(f"[0-9]*/{MANIFEST}"))
+    return RunConfig.model_validate(read_json(manifests[-1])["config"] if manifests else read_json(RunFolder.of(run).config))
 
 
 def _report(run: str, version: int) -> StepReport | None:
@@ -179,9 +182,9 @@ def _reports(run: str) -> list[StepReport]:
 
 def _evaluated(run: str) -> list[Evaluation]:
     """Return the run's own evaluations of adapters that its steps made."""
-    found = evaluations.of_run(run, _config(run).eval_config)
+    found = evaluations.of_run(run, config_of(run).eval_config)
     return [each for each in found if (made := _report(run, each.step)) and made.adapter.sha256 == each.adapter_sha256]
 
 
 def _best_evaluated(run: str) -> Evaluation | None:
-    return evaluations.best_of(_config(run).evaluation, _evaluated(run))
+    return evaluations.best_of(config_of(run).evaluation, _evaluated(run))
