@@ -24,7 +24,7 @@ from infra.config import (
 )
 from infra.eval_records import Evaluation
 from infra.records import AdapterVersion
-from infra.store.files import read_record, write_json
+from infra.store.files import id_of, new_id, read_record, write_json
 from infra.store.layout import EVALUATION, EvaluationFolder, RunFolder
 
 ADDED = (
@@ -69,6 +69,14 @@ def folder_of(adapter: AdapterVersion, eval_config: EvalConfig) -> Path:
     of_set = f"{eval_config.name}-" if eval_config.name else ""
     name = f"{adapter.version:06d}-{adapter.sha256[:12]}-{of_set}{eval_digest(eval_config)[:8]}"
     return RunFolder.of(adapter.run).evaluations / name
+
+
+def id_of_folder(adapter: AdapterVersion, eval_config: EvalConfig) -> str:
+    """Return the id of the folder, which is made if there is none: one that was removed has another id then, and no result of it counts any more."""
+    folder = folder_of(adapter, eval_config)
+    if not id_of(folder):
+        new_id(folder)
+    return id_of(folder)
 
 
 class Written(BaseModel):

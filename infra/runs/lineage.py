@@ -12,7 +12,7 @@ from infra.models import base_model
 from infra.records import AdapterVersion
 from infra.runs import lineage, replay, start_adapter
 from infra.runs.manifest import Manifest, read_manifest
-from infra.store.files import DigestMismatch, verified
+from infra.store.files import DigestMismatch, verified, verified_adapter
 from infra.store.layout import RunFolder, StepFolder, adapter_folder, step_folder_of
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,8 @@ def check_not_recorded(run: str, version: int, sha256: str) -> None:
 def drop(run: str, step: int) -> list[Path]:
     """Remove the steps of a run from `step` on, with their adapters and these adapters' evaluations. Returns the removed paths.
 
-    The last step is removed first, so an interruption leaves no gap.
+    The last step is removed first, so an interruption leaves no gap. What names an adapter goes before the step that made it: an evaluation that
+    is left over would count for the adapter that is made in its place.
 
     Raises:
         ValueError: if the run has no such step, or cannot continue from there. Nothing was removed then.
@@ -108,9 +109,11 @@ def drop(run: str, step: int) -> list[Path]:
     removed = []
     for number in droppable(run, step):
         folder = step_folder_of(run, number)
+        for evaluation in RunFolder.of(run).evaluations.glob(f"{number + 1:06d}-*"):
+            shutil.rmtree(evaluation)
+            removed.append(evaluation)
         StepFolder(folder).manifest.unlink(missing_ok=True)
-        found = [folder, adapter_folder(run, number + 1), *RunFolder.of(run).evaluations.glob(f"{number + 1:06d}-*")]
-        for each in found:
+        for each in (adapter_folder(run, number + 1), folder):
             if each.exists():
                 shutil.rmtree(each)
                 removed.append(each)
@@ -130,13 +133,16 @@ def droppable(run: str, step: int) -> range:
 
 
 def _check_can_go_on(run: str, step: int) -> None:
-    """Check that the adapter from which the step starts is complete."""
+    """Check that the adapter from which the step starts is complete, and that those which sample for it and the steps after it can be served."""
     if step == first_step(run) or step - 1 not in committed_steps(run):
         return
-    start = adapter_after(run, step - 1)
+    before = _manifest_of(run, step - 1)
+    oldest = max(first_step(run) + 1, step - before.config.trainer.loss.correction.max_staleness)
     try:
-        for file in start.files:
+        for file in before.adapter_out.files:
             verified(file)
+        for version in range(oldest, step):
+            verified_adapter(adapter_after(run, version - 1))
     except DigestMismatch as error:
         raise ValueError(f"run {run!r} cannot go on from step {step}: {error}") from error
 

@@ -18,7 +18,7 @@ from infra.eval_records import Evaluation
 from infra.records import StepReport
 from infra.runs import evaluations
 from infra.store.files import read_json, run_id
-from infra.store.layout import RunFolder, StepFolder
+from infra.store.layout import MANIFEST, RunFolder, StepFolder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient as MlflowClient
@@ -38,9 +38,13 @@ def addresses(run: str) -> str:
 
 def after_step(client: "MlflowClient", run: str, mlflow_run: str, version: int) -> None:
     """Register the adapter of a step if its turn has come."""
-    every = _config(run).tracking.register_every
-    if every and version % every == 0:
-        refresh(client, run, mlflow_run, [version])
+    every = config_of(run).tracking.register_every
+    is_due = bool(every) and version % every == 0
+    of_dropped = [
+        each for each in versions_of(client, run) if int(each.tags[ADAPTER_TAG]) >= version and not _is_current(run, each)
+    ]
+    if is_due or of_dropped:
+        refresh(client, run, mlflow_run, [version] if is_due else [])
 
 
 def after_evaluation(client: "MlflowClient", run: str, mlflow_run: str) -> None:
@@ -62,17 +66,18 @@ def after_end(client: "MlflowClient", run: str, mlflow_run: str) -> None:
 def refresh(client: "MlflowClient", run: str, mlflow_run: str, wanted: Iterable[int]) -> None:
     """Register adapters that are not registered yet, and bring figures and aliases of all up to date.
 
-    A version that the store made twice is removed again. An adapter that the store does not have is left out: retention has removed its
-    files, and a new store cannot get them.
+    A version that the store made twice is removed again, and one whose step was dropped and made again: the files that it names are now those
+    of the other adapter. One whose step was dropped and not made again stays, and is neither best nor last. An adapter that the store does not
+    have is left out: retention has removed its files, and a new store cannot get them.
     """
-    known = _without_twins(client, run)
+    known = _known_adapters(client, run)
     for version in sorted(set(wanted)):
         report = _report(run, version)
         if report is None or (str(version), report.adapter.sha256) in known:
             continue
         if client.list_artifacts(mlflow_run, _artifacts_of(version)):
             _create(client, run, mlflow_run, report)
-    if registered := versions_of(client, run):
+    if registered := [version for version in versions_of(client, run) if _is_current(run, version)]:
         _note_figures(client, run, registered)
         _set_aliases(client, run, registered)
 
@@ -84,15 +89,27 @@ def versions_of(client: "MlflowClient", run: str) -> "list[ModelVersion]":
     return sorted(found, key=lambda version: int(version.version))
 
 
-def _without_twins(client: "MlflowClient", run: str) -> set[tuple[str, str]]:
-    """Delete versions that the store made twice. Returns number and digest of the registered adapters."""
+def _known_adapters(client: "MlflowClient", run: str) -> set[tuple[str, str]]:
+    """Delete versions that the store made twice, and those of adapters in whose place there is another one. Returns number and digest of the
+    registered adapters."""
     known = set[tuple[str, str]]()
     for version in versions_of(client, run):
-        if (adapter := (version.tags[ADAPTER_TAG], version.tags[SHA256_TAG])) in known:
+        adapter = (version.tags[ADAPTER_TAG], version.tags[SHA256_TAG])
+        if adapter in known:
             log.warning("MLflow made version %s of model %s twice: deleting it", version.version, run)
             client.delete_model_version(run, version.version)
+        elif _report(run, int(adapter[0])) and not _is_current(run, version):
+            log.info("version %s of model %s is of a step that was dropped and made again: deleting it", version.version, run)
+            client.delete_model_version(run, version.version)
+            continue
         known.add(adapter)
     return known
+
+
+def _is_current(run: str, version: "ModelVersion") -> bool:
+    """Whether a version is the adapter that the run's step has made, as it is now."""
+    report = _report(run, int(version.tags[ADAPTER_TAG]))
+    return report is not None and report.adapter.sha256 == version.tags[SHA256_TAG]
 
 
 def _create(client: "MlflowClient", run: str, mlflow_run: str, report: StepReport) -> None:
@@ -129,7 +146,7 @@ def _set_aliases(client: "MlflowClient", run: str, known: "list[ModelVersion]") 
     """Set `best`, `last` and the name of each version."""
     by_digest = {version.tags[SHA256_TAG]: version for version in reversed(known)}
     found = [each for each in _evaluated(run) if each.adapter_sha256 in by_digest]
-    highest = evaluations.best_of(_config(run).evaluation, found)
+    highest = evaluations.best_of(config_of(run).evaluation, found)
     wanted = {f"adapter-{version.tags[ADAPTER_TAG]}": version for version in known}
     wanted[LAST] = max(known, key=lambda version: int(version.tags[ADAPTER_TAG]))
     wanted[BEST] = (
@@ -145,8 +162,11 @@ def _artifacts_of(version: int) -> str:
     return f"adapters/{version:06d}"
 
 
-def _config(run: str) -> RunConfig:
-    return RunConfig.model_validate(read_json(RunFolder.of(run).config))
+def config_of(run: str) -> RunConfig:
+    """Return the configuration of the latest committed step, or the one that the run started with: how adapters are registered and evaluated may
+    change in a run."""
+    manifests = sorted(RunFolder.of(run).steps.glob(f"[0-9]*/{MANIFEST}"))
+    return RunConfig.model_validate(read_json(manifests[-1])["config"] if manifests else read_json(RunFolder.of(run).config))
 
 
 def _report(run: str, version: int) -> StepReport | None:
@@ -162,9 +182,9 @@ def _reports(run: str) -> list[StepReport]:
 
 def _evaluated(run: str) -> list[Evaluation]:
     """Return the run's own evaluations of adapters that its steps made."""
-    found = evaluations.of_run(run, _config(run).eval_config)
+    found = evaluations.of_run(run, config_of(run).eval_config)
     return [each for each in found if (made := _report(run, each.step)) and made.adapter.sha256 == each.adapter_sha256]
 
 
 def _best_evaluated(run: str) -> Evaluation | None:
-    return evaluations.best_of(_config(run).evaluation, _evaluated(run))
+    return evaluations.best_of(config_of(run).evaluation, _evaluated(run))

@@ -70,7 +70,7 @@ def description(run: str, links: Mapping[str, str]) -> str:
     """Describe a run in Markdown."""
     steps = {report.step: report for report in (StepReport.model_validate(read_json(step.report)) for step in _committed(run))}
     figures = {step: report.metrics for step, report in steps.items()}
-    config = _config(run)
+    config = model_registry.config_of(run)
     evaluated = evaluations.of_run(run, config.eval_config)
     unreached = evaluations.unreached_threshold(config.evaluation, evaluated)
     warnings = "; ".join(filter(None, (_warnings(figures), unreached))) or "none"
@@ -98,7 +98,7 @@ def state(run: str, config: RunConfig, num_steps: int) -> str:
 
 def samples_table(run: str) -> dict[str, list[Any]] | None:
     """Return the best and worst samples of the steps, in the format of `mlflow.log_table`; None if there are none."""
-    count = _config(run).tracking.num_samples_shown
+    count = model_registry.config_of(run).tracking.num_samples_shown
     rows = [
         (int(step.path.name), row)
         for step in _spread(_committed(run), MAX_SAMPLED_STEPS)
@@ -147,12 +147,6 @@ def _rounded(number: object) -> object:
 def _committed(run: str) -> list[StepFolder]:
     folders = [StepFolder(path) for path in sorted(RunFolder.of(run).steps.glob("[0-9]*"))]
     return [folder for folder in folders if folder.manifest.exists()]
-
-
-def _config(run: str) -> RunConfig:
-    """Return the configuration of the latest committed step, or the one that the run started with."""
-    steps = _committed(run)
-    return RunConfig.model_validate(read_json(steps[-1].manifest)["config"] if steps else read_json(RunFolder.of(run).config))
 
 
 def _spread(steps: list[StepFolder], count: int) -> list[StepFolder]:

@@ -90,7 +90,7 @@ def _bring_evaluation(client: "MlflowClient", run: str, mlflow_run: str, folder:
         source=json.dumps({"source": data["source"], "split": data["split"]}),
     )
     client.log_inputs(mlflow_run, [DatasetInput(source, [InputTag("mlflow.data.context", "evaluation")])])
-    if own:
+    if own or any(evaluations.is_of(made, each) for each in model_registry.config_of(run).eval_configs.values()):
         model_registry.after_evaluation(client, run, mlflow_run)
 
 

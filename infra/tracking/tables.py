@@ -94,18 +94,25 @@ def _runs_in(client: "MlflowClient", experiment: str) -> Iterator[RecordedRun]:
 
 
 def metrics_of(runs: Sequence[RecordedRun], names: Sequence[str]) -> pd.DataFrame:
-    """Columns run, variant, reward (the function's name), metric, step, value; a row for each recorded value."""
+    """Columns run, variant, reward (the function's name), metric, step, value; a row for each step. MLflow has also the older values of a step that
+    was dropped and made again, or of an evaluation that was made again."""
     client, variants = mlflow_store.store_client(), variants_of(runs)
     about = {
         run.name: {"run": run.name, "variant": variants[run.name], "reward": run.params.get("reward.name", "")} for run in runs
     }
     rows = [
-        about[run.name] | {"metric": name, "step": row.step, "value": row.value}
+        about[run.name] | {"metric": name, "step": step, "value": value}
         for run in runs
         for name in names
-        for row in client.get_metric_history(run.id, name)
+        for step, value in _latest(client, run.id, name).items()
     ]
     return pd.DataFrame(rows, columns=["run", "variant", "reward", "metric", "step", "value"])
+
+
+def _latest(client: "MlflowClient", run_id: str, name: str) -> dict[int, float]:
+    """Return the value of each step that was recorded last, in the order of the steps."""
+    rows = sorted(client.get_metric_history(run_id, name), key=lambda row: (row.step, row.timestamp))
+    return {row.step: row.value for row in rows}
 
 
 def part_metrics(runs: Sequence[RecordedRun]) -> list[str]:

@@ -30,7 +30,7 @@ from infra.mirror import copying, under_way
 from infra.mirror.remote import SLOW_BYTES_PER_S, AddressRefused
 from infra.processes import children
 from infra.processes.children import ProcessRef
-from infra.runs import lineage
+from infra.runs import lineage, run_state
 from infra.settings import CHECKOUT, Settings, main_python, settings
 from infra.store.files import read_note, usable_workspace, write_json, write_note
 from infra.store.layout import RunFolder, Workspace, runs_folder
@@ -202,13 +202,19 @@ def drop(run: str, step: int) -> list[Path]:
             continued the run: removed are the steps that are here.
     """
     lineage.droppable(run, step)
-    if not RunFolder.of(run).copied.exists():
-        return lineage.drop(run, step)
-    with _turn():
+    with _turn():  # an upload under way would mark as delivered what is made in the place of a dropped step
         copying.note_dropped(run, step)
         removed = lineage.drop(run, step)
-        under_way.copy_run(run)
+        if RunFolder.of(run).copied.exists():
+            under_way.copy_run(run)
     return removed
+
+
+def remove(run: str) -> None:
+    """Remove a run's folder, as run_state.remove does, when no upload is under way: it would mark in the folder of the next run of this name what
+    it has brought of this one."""
+    with _turn():
+        run_state.remove(run)
 
 
 def move(run: str, uri: str) -> None:
@@ -278,10 +284,13 @@ def _locked(name: str, *, wait: bool) -> Iterator[bool]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / name).open("w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            yield False
-            return
+            if not wait:
+                yield False
+                return
+            log.info("waiting for the upload that is under way")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield True
 
 

@@ -100,6 +100,12 @@ def _judgements(path: Path) -> Path:
     return path.with_suffix(".judgements.jsonl")
 
 
+def also_decided_by(inputs: dict[str, Any]) -> str:
+    """Digests of a user's code and data, and the id of the folder without which a result is invalid."""
+    eval_config: EvalConfig = inputs["eval_config"]
+    return f"{_sources(eval_config)} {evaluations.id_of_folder(inputs['adapter'], eval_config)}"
+
+
 def _sources(eval_config: EvalConfig) -> str:
     """Digests of a user's code and data that give questions and rewards."""
     if eval_config.inspect:
@@ -110,7 +116,7 @@ def _sources(eval_config: EvalConfig) -> str:
 
 
 @task(
-    cache_policy=cached(also=lambda inputs: _sources(inputs["eval_config"])),
+    cache_policy=cached(also=also_decided_by),
     retries=MAX_RETRIES,
     retry_delay_seconds=BACKOFF,
     retry_condition_fn=worth_another_try,

@@ -13,6 +13,7 @@ from infra.config.tools.overrides import with_overrides
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.models import base_model
 from infra.records import AdapterVersion, File, Step
+from infra.rewards.judges.ledger import set_aside_payments
 from infra.runs.lineage import base_version, committed_steps
 from infra.runs.manifest import Manifest, ReplayedFrom, changes, differences, environment, products, read_manifest
 from infra.runs.opening import start_step
@@ -145,6 +146,7 @@ def found_run(origin: Origin, config: RunConfig, taken: list[File]) -> None:
     write_json(RunFolder(staging).config, config.model_dump(mode="json"))
     write_json(RunFolder(staging).origin, origin.model_dump(mode="json"))
     files.new_id(staging)
+    set_aside_payments(config.name)
     files.publish_folder(staging, run_folder(config.name))
 
 

@@ -21,12 +21,13 @@ from infra.mirror import copying
 from infra.mirror.ownership import check_is_ours
 from infra.models import base_model
 from infra.models.architecture import Architecture, layout_problem, read_architecture, serving_problem
+from infra.rewards.judges.ledger import set_aside_payments
 from infra.runs import start_adapter
 from infra.runs.foreign_adapters import judge_adapter
 from infra.runs.opening import open_config
 from infra.runs.replay import TASKS
 from infra.settings import settings
-from infra.store.files import open_workspace
+from infra.store.files import open_workspace, run_id
 from infra.store.layout import Workspace
 from infra.tracking import mlflow_address
 from infra.trainers import cluster
@@ -248,7 +249,10 @@ def open_run(config: RunConfig, *, nothing_committed: Literal["refuse", "begin a
     nothing_committed: What to do with a run of another configuration that has committed nothing. Only a process that holds the GPU lock may
         restart it. A process that still has to wait for the lock leaves it.
     """
+    before = run_id(config.name)
     open_config(config, nothing_committed)
+    if run_id(config.name) != before:
+        set_aside_payments(config.name)
     mlflow_address.note(config.name)
 
 

@@ -141,6 +141,17 @@ def test_an_exam_that_cannot_be_held_is_refused_before_anything_is_begun(config:
     assert not (workspace / "runs").exists()
 
 
+def test_an_evaluation_whose_folder_was_removed_is_made_again(config: RunConfig) -> None:
+    """As its error says for one that is damaged, and as a drop does: the adapter that is made again may be the same one."""
+    made = only(examined(config, 0))
+    (folder,) = (run_folder("r") / "evaluations").iterdir()
+    before = answers()
+    assert only(examined(config, 0)) == made and answers() == before, "asked once"
+    shutil.rmtree(folder)
+    assert only(examined(config, 0)) == made
+    assert read_json(folder / "evaluation.json")["record"] == made.model_dump(mode="json") and answers() != before
+
+
 def test_base_adapter_folder_and_whole_model_can_be_evaluated(config: RunConfig, model: Path, tmp_path: Path) -> None:
     run(config.but(evaluation=EvaluationConfig(every=0))).result()
     base, latest = (only(examined(config, adapter)) for adapter in (0, None))

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,7 +31,7 @@ from infra.rewards.outcome import ALONE, JUDGE_UNAVAILABLE, JUDGE_UNREADABLE, TI
 from infra.runs.evaluations import eval_digest
 from infra.settings import CHECKOUT, settings
 from infra.store.files import record_of, write_json_lines
-from infra.store.layout import StepFolder
+from infra.store.layout import StepFolder, run_folder
 from infra.store.samples import Sample, write_samples
 from infra.telemetry.timings import measures_of
 from tasks import rewards
@@ -39,6 +40,7 @@ from tasks.rewards import by_model
 from tasks.rewards.apply import judged
 from tasks.rewards.by_model import JudgedWork, figures_of
 from tasks.score import score
+from tasks.support.preflight import open_run
 
 KEY = "sk-hunter2"
 PROMPTS = [Prompt(n, n, f"{n}+1?", str(n + 1), [1], 0, {"level": n, "tags": ["a", "b"]}) for n in range(3)]
@@ -271,6 +273,26 @@ def test_a_budget_stops_the_run_before_more_is_asked_and_a_higher_one_goes_on(wo
             num_asked = len(server.bodies)
             found = judged_in(workspace, config_of(server.url, concurrency=1, model=next(iter(limit))))
             assert num_asked <= 5 and len(server.bodies) == 12 and all(each.reward is not None for each in found)
+
+
+def test_a_run_does_not_pay_for_an_earlier_one_of_its_name(workspace: Path, model_folder: Path) -> None:
+    """Its budget was spent before its first step, and its figures and its copy had what the other one has paid."""
+    with judge_server(score_of_text) as server:
+        reward = config_of(server.url)
+        config = RunConfig(name="r", model=str(model_folder), reward=reward)
+        open_run(config)
+        judged_in(workspace, reward)
+        with Ledger() as ledger:
+            paid = ledger.spent("r")
+        open_run(config)  # it goes on
+        assert figures_of(reward.judge, work_in(workspace))["judge_run_tokens"] == paid.tokens > 0
+        shutil.rmtree(run_folder("r"))
+        open_run(config)
+        assert figures_of(reward.judge, work_in(workspace))["judge_run_tokens"] == 0
+        by_model.keep_paid(workspace / "paid.jsonl", "r", "step 0")
+        assert not (workspace / "paid.jsonl").exists()
+        num_asked = len(server.bodies)
+        assert judged_in(workspace, reward) and len(server.bodies) == num_asked, "its answers are still known"
 
 
 def test_votes_are_combined_and_more_than_half_must_be_readable(workspace: Path) -> None:

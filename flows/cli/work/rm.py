@@ -23,7 +23,7 @@ def rm(run: str, /, *, yes: Yes = False) -> None:
     from infra.store import disk_usage
     from infra.store.files import open_workspace
     from infra.store.layout import run_folder
-    from infra.tracking import mlflow_store
+    from infra.tracking import mlflow_store, upload
 
     log_to_terminal()
     open_workspace()
@@ -41,5 +41,5 @@ def rm(run: str, /, *, yes: Yes = False) -> None:
         console.print(f"{settings().store_url} does not have all of it: `ratchet upload {run}` copies it there")
     if not is_confirmed(f"Remove {run_folder(run)}?", f"removing run {run!r}", yes):
         return
-    run_state.remove(run)
+    upload.remove(run)
     console.print(f"removed run {run}; what MLflow has of it stays")

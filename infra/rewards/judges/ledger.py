@@ -41,6 +41,13 @@ def evaluation_work(version: int) -> str:
     return f"evaluation {version}"
 
 
+def set_aside_payments(run: str) -> None:
+    """Keep what a run that is gone has paid, out of the accounts of the run that begins under its name. Answers stay: they belong to no run."""
+    if Workspace.here().judgements.exists():
+        with Ledger() as ledger:
+            ledger.rename(run, f"{run} ({time.time():.0f})")
+
+
 class Spent(NamedTuple):
     requests: int
     input_tokens: int
@@ -118,6 +125,10 @@ class Ledger:
             self._file.execute("INSERT INTO payments VALUES (?, ?, ?, ?, ?, ?)", (run, work, key, at, *tokens))
         self._file.execute("COMMIT")
         return len(new)
+
+    def rename(self, run: str, to: str) -> None:
+        """Have the payments of a run be those of another name. One with a space is no run's."""
+        self._file.execute("UPDATE payments SET run = ? WHERE run = ?", (to, run))
 
     def spent(self, run: str, work: str | None = None) -> Spent:
         """Return what a run has paid, or one work of it."""

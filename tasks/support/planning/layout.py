@@ -12,11 +12,12 @@ from infra.forecast.step_forecast import FIRST_COMPARED, StepForecast
 from infra.machine import devices, nvml
 from infra.models import base_model
 from infra.runs import history, lineage, run_state
+from infra.runs.manifest import read_manifest
 from infra.settings import settings
 from infra.simulation import run_plan
 from infra.simulation.run_plan import Host, PlannedLayout
 from infra.store.files import open_workspace, read_note, write_json
-from infra.store.layout import RunFolder
+from infra.store.layout import RunFolder, step_folder_of
 from tasks.rewards import by_reward_model
 from tasks.support.progress_artifacts import progress_artifacts
 
@@ -109,7 +110,18 @@ def words_of(run: str) -> str:
 
 def remember_rates(config: RunConfig, num_committed: int) -> None:
     """Keep what this run's steps measured, for the next plan on this machine."""
-    first = lineage.first_step(config.name)
-    steps = [figures for step in range(first, num_committed) if (figures := history.figures_at(config.name, step)) is not None]
+    alike = range(_first_alike(config, num_committed), num_committed)
+    steps = [figures for step in alike if (figures := history.figures_at(config.name, step)) is not None]
     if len(steps) > FIRST_COMPARED:
         remembered.remember(config, model_in(base_model.locate(config.model)), steps)
+
+
+def _first_alike(config: RunConfig, num_committed: int) -> int:
+    """The first of a run's latest steps that were made in its present layout and on this processor: both may change in a run, and rates are
+    remembered by them."""
+    layout, processor = remembered.layout_key(config.engine, config.trainer), devices.processor()
+    for step in reversed(range(lineage.first_step(config.name), num_committed)):
+        made = read_manifest(step_folder_of(config.name, step))
+        if remembered.layout_key(made.config.engine, made.config.trainer) != layout or made.machine.get("processor") != processor:
+            return step + 1
+    return lineage.first_step(config.name)

@@ -89,6 +89,55 @@ def test_steps_are_not_dropped_where_the_adapter_before_them_is_not_whole(made: 
     assert lineage.next_step("r") == 4
 
 
+def test_steps_are_not_dropped_where_an_adapter_that_samples_for_them_is_gone(config: RunConfig) -> None:
+    """With max_staleness, steps made again are sampled again by older adapters than that of their start, which retention may have removed."""
+    correction = config.trainer.loss.correction.but(max_staleness=2, mode="decoupled", kind="tis")
+    config = config.but(trainer=config.trainer.but(loss=config.trainer.loss.but(correction=correction)))
+    open_run(config)
+    start = base_version(config)
+    for _ in range(5):
+        start = make_step(config, start)
+    (adapter_folder("r", 2) / ADAPTER_WEIGHTS).unlink()
+    write_json(adapter_folder("r", 2) / "removed.json", {"files": [ADAPTER_WEIGHTS]})
+    for step in (3, 4):
+        with pytest.raises(
+            ValueError, match=rf"run 'r' cannot go on from step {step}: .*000002/adapter_model.safetensors was removed"
+        ):
+            lineage.drop("r", step)
+    assert lineage.next_step("r") == 5
+    lineage.drop("r", 1)
+    assert lineage.next_step("r") == 1
+
+
+@pytest.mark.parametrize("num_removed", range(4))
+def test_no_evaluation_outlives_its_step_in_a_drop_that_is_interrupted(
+    made: list[AdapterVersion], num_removed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would count as one of the adapter that is made in the place of the dropped one."""
+    evaluation = write_json(run_folder("r") / "evaluations/000004-abc-def/evaluation.json", {})
+    removed: list[Path] = []
+
+    def rmtree(path: Path) -> None:
+        if len(removed) == num_removed:
+            raise KeyboardInterrupt
+        removed.append(path)
+        real(path)
+
+    real = shutil.rmtree
+    monkeypatch.setattr(lineage.shutil, "rmtree", rmtree)
+    if num_removed < 3:
+        with pytest.raises(KeyboardInterrupt):
+            lineage.drop("r", 3)
+    else:
+        lineage.drop("r", 3)
+    assert lineage.next_step("r") == 3 or num_removed == 0
+    assert not (evaluation.exists() and lineage.next_step("r") == 3)
+    monkeypatch.undo()
+    if (step_folder_of("r", 3)).exists():
+        lineage.drop("r", 3)
+    assert not evaluation.exists() and not adapter_folder("r", 4).exists()
+
+
 def test_a_report_decides_nothing(config: RunConfig, made: list[AdapterVersion]) -> None:
     write_json(
         step_folder_of("r", 3) / "report.json", {"run": "r", "step": 0, "adapter": made[1].model_dump(mode="json"), "metrics": {}}

@@ -372,6 +372,42 @@ def test_adapters_are_registered_at_intervals_and_the_best_and_the_last_one(work
     assert registered(client) == {"2": "", "4": "", "3": "best", "5": "last"}, "delivered again"
 
 
+def test_adapters_are_registered_as_the_run_is_configured_now(workspace: Path) -> None:
+    """What is shown and how adapters are evaluated may change in a run."""
+    client = MlflowClient(mlflow_store.uri(), mlflow_store.uri())
+    commit(0, 0.9, register_every=0)
+    begun = read_json(run_folder(RUN) / "config.json")
+    other = EvaluationConfig(num_prompts=7)
+    commit(1, 0.1, register_every=1, evaluation=other)
+    write_json(run_folder(RUN) / "config.json", begun)
+    mlflow_store.deliver(RUN)
+    assert registered(client) == {"1": "best", "2": "last"}
+    evaluate(2, 0.8, RunConfig(name=RUN).but(evaluation=other))
+    mlflow_store.deliver(RUN)
+    assert registered(client) == {"1": "", "2": "best last"}
+
+
+def test_adapters_of_dropped_steps_are_neither_the_best_nor_the_last(workspace: Path) -> None:
+    """Their files in MLflow become those of the steps that are made again."""
+    client = MlflowClient(mlflow_store.uri(), mlflow_store.uri())
+    for step, reward in enumerate((0.1, 0.9, 0.2, 0.3)):
+        commit(step, reward)
+    mlflow_store.deliver(RUN)
+    assert registered(client) == {"1": "", "2": "best", "3": "", "4": "last"}
+    for step in (1, 2, 3):
+        shutil.rmtree(run_folder(RUN) / f"steps/{step:06d}")
+        shutil.rmtree(adapter_folder(RUN, step + 1))
+    commit(1, 0.2, weights=b"another", register_every=10)
+    mlflow_store.deliver(RUN)
+    assert "adapter-2" not in client.get_registered_model(RUN).aliases
+    aliased = {name: client.get_model_version_by_alias(RUN, name) for name in ("best", "last")}
+    assert {name: of.tags["ratchet.adapter"] for name, of in aliased.items()} == {"best": "1", "last": "1"}
+    commit(2, 0.2)
+    mlflow_store.deliver(RUN)
+    last = client.get_model_version_by_alias(RUN, "last")
+    assert (last.tags["ratchet.adapter"], int(last.version)) == ("3", 3), "the same weights once more are the same version"
+
+
 def test_without_intervals_only_the_best_and_the_last_adapter_are_registered_at_the_end(workspace: Path) -> None:
     client = MlflowClient(mlflow_store.uri(), mlflow_store.uri())
     for step, reward in enumerate((0.1, 0.9, 0.2)):

@@ -81,6 +81,15 @@ def test_bands_are_over_the_seeds_of_a_variant(runs: list[str]) -> None:
     assert averages["reward/mean"].to_dict() == {"learning_rate 1e-4": 2.0, "learning_rate 3e-4": 3.5}
 
 
+def test_a_step_that_was_made_again_has_its_new_value_alone(runs: list[str]) -> None:
+    """Both are in MLflow. Bands left such steps out, and averages were over both."""
+    (run,) = tables.recorded_runs(names=["a0"])
+    mlflow_store.store_client().log_metric(run.id, "reward/mean", 7.0, step=0, timestamp=5)
+    metrics = tables.metrics_of([run], ["reward/mean"])
+    assert metrics[["step", "value"]].to_numpy().tolist() == [[0, 7.0], [1, 2.0]]
+    assert tables.bands(metrics)["mean"].tolist() == [7.0, 2.0]
+
+
 def test_a_mean_is_drawn_where_all_runs_of_a_variant_have_a_value() -> None:
     rows = [
         {"run": run, "variant": "v", "step": step, "value": 1.0} for run, steps in (("a", 3), ("b", 1)) for step in range(steps)

@@ -23,7 +23,7 @@ from infra.config import RunConfig
 from infra.eval_records import Evaluation
 from infra.processes import children as processes
 from infra.records import File, StepReport
-from infra.runs import evaluations
+from infra.runs import evaluations, lineage
 from infra.services import servers
 from infra.settings import CHECKOUT, settings
 from infra.store.files import new_id, read_json, write, write_json, write_note
@@ -412,3 +412,29 @@ def test_the_first_hand_over_of_a_run_learns_its_mlflow_run(store: Path, run: st
     assert (mlflow_store.run_url(found, run) or "").startswith(servers.ensure_mlflow())
     deliver_by_command()
     assert read_json(run_folder(run) / "steps/000000/delivered.json")["run_id"] == found
+
+
+@pytest.mark.parametrize("what", ["step", "run"])
+def test_an_upload_marks_nothing_as_delivered_in_the_place_of_what_is_removed_meanwhile(workspace: Path, what: str) -> None:
+    """What is made there later would never be delivered, and its adapters would count as safe to remove."""
+    for step in range(2):
+        shared.commit(RunConfig(name="r"), step, {"reward/mean": 0.5})
+    delivered, is_under_way = run_folder("r") / "steps/000001/delivered.json", threading.Event()
+
+    def deliver() -> None:
+        with upload._locked("delivery", wait=True):
+            is_under_way.set()
+            time.sleep(0.5)
+            write_json(delivered, {"run_id": "1", "uri": "", "content": ""})
+
+    uploads = threading.Thread(target=deliver)
+    uploads.start()
+    assert is_under_way.wait(10)
+    if what == "step":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lineage, "_check_can_go_on", lambda run, step: None)  # its manifests are short
+            upload.drop("r", 1)
+    else:
+        upload.remove("r")
+    uploads.join()
+    assert not delivered.parent.exists() and (what == "step") == run_folder("r").exists()

@@ -4,17 +4,21 @@ import logging
 from pathlib import Path
 
 import pytest
+from shared import write_manifest
 
 from infra.colocation import plans
+from infra.colocation.trainer_memory import model_in
 from infra.config import RunConfig
 from infra.config.tools.overrides import changed
+from infra.forecast import remembered
 from infra.forecast.shapes import GPU_KINDS, model_of
 from infra.machine import devices, nvml
 from infra.machine.nvml import Gpu, Reading
+from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import settings
 from infra.simulation import run_plan
 from infra.store.files import read_json, write_json
-from infra.store.layout import RunFolder
+from infra.store.layout import RunFolder, step_folder_of
 from tasks.support.planning import layout
 
 JUDGE = 'reward={"name": "rubric", "judge": {"by": "model", "model": "m", "rubric": "{completion}"}}'
@@ -149,3 +153,33 @@ def test_gpus_that_are_not_their_own_are_refused_in_one_line(changes: list[str],
 def test_a_first_gpu_without_gpus_of_its_own_is_refused() -> None:
     with pytest.raises(ValueError, match=r"trainer.first_gpu 2 with engine.colocation 'auto'"):
         run_of("trainer.first_gpu=2")
+
+
+FIGURES = {"rollout/output_tokens": 160.0, "rollout/mean_output_tokens": 20.0, "time/train_s": 2.0}
+FIGURES |= {"time/roll_out_s": 1.5, "time/step_s": 5.0}
+
+
+@pytest.mark.usefixtures("workspace")
+@pytest.mark.parametrize("moved", [False, True], ids=["other layout", "other machine"])
+def test_rates_are_remembered_of_the_steps_made_as_the_last_one_was(
+    moved: bool, monkeypatch: pytest.MonkeyPatch, model_folder: Path
+) -> None:
+    """A run goes on with more replicas, or on another machine: what its earlier steps measured is no rate of these."""
+    config = run_of("engine.kind=scripted", f"model={model_folder}")
+    start = AdapterVersion(
+        run="mine", version=0, base=BaseModelRef(id="m", sha256="b"), rank=8, alpha=16, target_modules=("q_proj",), seed=0
+    )
+    for step in range(6):
+        before = step < 3
+        monkeypatch.setattr(devices, "processor", lambda before=before: "old" if moved and before else "new")
+        made = config if moved or not before else changed(config, ["trainer.num_processes=2"])
+        start = start.model_copy(update={"version": step})
+        write_manifest(made, start, start.model_copy(update={"version": step + 1}))
+        tokens_per_s = 1000.0 if before else 100.0
+        write_json(step_folder_of("mine", step) / "report.json", {"metrics": FIGURES | {"rollout/tokens_per_s": tokens_per_s}})
+    layout.remember_rates(config, 6)
+    (found,) = remembered.measured_of(config, model_in(model_folder)).values()
+    assert (found.num_steps, found.engine_tokens_per_s) == (2, 100.0), "the first one of the three started the programs"
+    layout.remember_rates(config, 2 if moved else 4)
+    (same,) = remembered.measured_of(config, model_in(model_folder)).values()
+    assert same == found, "too few steps: nothing new"
