@@ -18,9 +18,10 @@ from infra.environments.carried import NOTHING, CarriedEpisodes, check_adapters,
 from infra.environments.episode_samples import EpisodeRequest, samples_of
 from infra.environments.episodes import EpisodeCounts, EpisodePlayer, fence_of
 from infra.environments.journal import EpisodeJournal
-from infra.failures import EngineUnavailable, WrongAnswer
+from infra.failures import EngineUnavailable, RewardFailed, WrongAnswer
 from infra.gateway.session.records import TurnJournal
 from infra.records import AdapterVersion, CarriedOver, PromptBatch
+from infra.rewards import client
 from infra.runs.accounting.unused import note_lost, note_replaced
 from infra.runs.bad_answers import save_bad_answer
 from infra.store.digests import sha256_of
@@ -179,11 +180,29 @@ def _played(engine: Engine, request: EpisodeRequest, turns: TurnJournal, episode
     try:
         counts = completed(EpisodePlayer(request, turns, episodes).play(engine))
         check_adapters(episodes.episodes, request.adapter, request.carried)
-        return counts
     except WrongAnswer:
         for journal in (turns, episodes):
             journal.quarantine("the engine answered wrongly")
         raise
+    _check_unchanged(request, turns, episodes)
+    return counts
+
+
+def _check_unchanged(request: EpisodeRequest, turns: TurnJournal, episodes: EpisodeJournal) -> None:
+    """Check that one state of the environment's files played all episodes. A program's files are left out: it may write to one that it is given.
+
+    Raises:
+        RewardFailed: if they have changed meanwhile; the episodes are played again then, by the files as they are.
+    """
+    if request.environment.command or source_of(request.environment) == request.source:
+        return
+    for journal in (turns, episodes):
+        journal.quarantine("the environment's files have changed while it played")
+    client.forget(request.source)
+    raise RewardFailed(
+        f"the files of environment {request.environment.label!r} have changed while its episodes were played, some by the old state and some by "
+        "the new one: run the same again, and all are played by the files as they are then"
+    )
 
 
 def _measures(counts: EpisodeCounts) -> dict[str, float]:

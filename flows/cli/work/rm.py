@@ -1,6 +1,7 @@
 """Remove a run's folder: its steps, adapters, evaluations and exports. Asks first.
 
-What MLflow has of the run stays: figures, artifacts with all adapters, and the versions of its model (models:/NAME@best).
+What MLflow has of the run stays: figures, artifacts with all adapters, and the versions of its model (models:/NAME@best). So do the answers
+of a model that judged; a new run of the name has its own budget for one.
 
 ratchet rm mine
 ratchet rm mine --yes                                            without a question
@@ -18,11 +19,12 @@ def rm(run: str, /, *, yes: Yes = False) -> None:
     from flows.cli.session import is_confirmed
     from flows.cli.terminal import console, log_to_terminal
     from infra.mirror import copying
+    from infra.rewards.judges.ledger import Ledger
     from infra.runs import run_state
     from infra.settings import settings
     from infra.store import disk_usage
     from infra.store.files import open_workspace
-    from infra.store.layout import run_folder
+    from infra.store.layout import Workspace, run_folder
     from infra.tracking import mlflow_store
 
     log_to_terminal()
@@ -42,4 +44,7 @@ def rm(run: str, /, *, yes: Yes = False) -> None:
     if not is_confirmed(f"Remove {run_folder(run)}?", f"removing run {run!r}", yes):
         return
     run_state.remove(run)
+    if Workspace.here().judgements.exists():
+        with Ledger() as ledger:
+            ledger.forget(run)
     console.print(f"removed run {run}; what MLflow has of it stays")

@@ -119,6 +119,10 @@ class Ledger:
         self._file.execute("COMMIT")
         return len(new)
 
+    def forget(self, run: str) -> None:
+        """Forget what a run that was removed has paid: another run of its name has a budget of its own. Its answers stay."""
+        self._file.execute("DELETE FROM payments WHERE run = ?", (run,))
+
     def spent(self, run: str, work: str | None = None) -> Spent:
         """Return what a run has paid, or one work of it."""
         query = (
