@@ -3,6 +3,7 @@
 import logging
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from infra.records import AdapterVersion, CarriedOver, PromptBatch
 from infra.rewards import client
 from infra.runs.accounting.unused import note_lost, note_replaced
 from infra.runs.bad_answers import save_bad_answer
+from infra.store import code_digest
 from infra.store.digests import sha256_of
 from infra.store.files import read_json_lines, record_of, sync, verified, write_json, write_json_lines
 from infra.store.layout import StepFolder
@@ -36,8 +38,8 @@ log = logging.getLogger(__name__)
 
 
 def source_of(environment: EnvironmentConfig) -> str:
-    """Digest the user's code that plays the episodes: of a program, and of an MCP server, the files that its command names; of a taskset its
-    package."""
+    """Digest the user's code that plays the episodes: of a program, and of an MCP server, the files that its command names, with the modules that
+    a Python script imports; of a taskset its package."""
     if environment.id:
         return tasksets.source_digest(environment.id)
     # Of a server's command the program and its script: further files may be what it writes.
@@ -50,7 +52,14 @@ def _digest_of(command: Sequence[str], num_files: int | None = None) -> str:
     """Digest the files that a command names, the first num_files of them."""
     program, *words = command
     files = [Path(found) for found in (shutil.which(program), *words) if found and Path(found).is_file()]
-    return " ".join(sha256_of(file) for file in files[:num_files])
+    return " ".join(map(_digest_of_file, files[:num_files]))
+
+
+def _digest_of_file(file: Path) -> str:
+    if file.suffix == ".py":
+        with suppress(ValueError):  # of another version of Python, or none at all
+            return code_digest.digest_of_foreign("<file>", file, file.parent)
+    return sha256_of(file)
 
 
 def made_from_episodes(inputs: dict[str, str], environment: PlayedEnvironment | None) -> dict[str, str]:
