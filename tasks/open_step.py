@@ -39,7 +39,7 @@ def open_step(config: RunConfig, step: int | None, prefetch: Prefetch | None = N
             f"step {step} of run {config.name!r} cannot be made now: {following} steps are committed, the next is {following}"
         )
     adapter = adapter_at(config, following)
-    check_base(config, adapter)
+    check_base(config.model, adapter)
     if judge_adapter.uses(config.reward):
         judge_adapter.prepared(config.reward.judge, adapter.base)  # before the rollout: its canary takes a while
     return start_step(config, following, prefetch), adapter

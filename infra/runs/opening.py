@@ -78,18 +78,18 @@ def _begin_again(config: RunConfig, difference: ValueError) -> None:
     write_json(RunFolder.of(config.name).config, config.model_dump(mode="json"))
 
 
-def check_base(config: RunConfig, adapter: AdapterVersion) -> None:
+def check_base(model: str, adapter: AdapterVersion) -> None:
     """Check that the base model is unchanged. Earlier adapters do not fit a folder that was overwritten or a hub model that moved, and what its
     tokenizer and templates make of questions is not what it was.
 
-    adapter: The run's latest, whose record says what it was.
+    model: The run's, by its name or folder now. adapter: One whose record says what it was.
 
     Raises:
         ValueError: if it is not.
     """
-    if (found := base_model.reference(config.model).sha256) != adapter.base.sha256:
+    if (found := base_model.reference(model).sha256) != adapter.base.sha256:
         raise ValueError(
-            f"base model {config.model!r} is not what run {config.name!r} was begun with: the digest of its files is {found}, recorded was "
+            f"base model {model!r} is not what run {adapter.run!r} was begun with: the digest of its files is {found}, recorded was "
             f"{adapter.base.sha256}. Put the files back, or begin another run"
         )
 

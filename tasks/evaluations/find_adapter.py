@@ -72,7 +72,7 @@ def find_adapter(config: RunConfig, adapter: int | str | None) -> AdapterVersion
     if isinstance(adapter, str) and not adapter.isdecimal():
         return _by_name(config, adapter)
     open_run(_as_begun(config))
-    check_base(config, adapter_at(config, next_step(config.name)))
+    check_base(config.model, adapter_at(config, next_step(config.name)))
     found = adapter_at(config, next_step(config.name) if adapter is None else int(adapter))
     if found.weights:
         verified_adapter(found)
@@ -85,7 +85,7 @@ def _by_name(config: RunConfig, adapter: str) -> AdapterVersion:
         return external_adapter.adopt(config, folder)
     run, _, version = adapter.rpartition(":")
     of_run = config_of(run)
-    check_base(of_run, adapter_at(of_run, next_step(run)))
+    check_base(of_run.model, adapter_at(of_run, next_step(run)))
     found = named_version(of_run, version)
     if found.weights:
         verified_adapter(found)
