@@ -29,7 +29,7 @@ from infra.reporting import brief_lines
 from infra.rewards.judges.ledger import evaluation_work
 from infra.runs import eval_figures, evaluations
 from infra.runs.eval_figures import rewards_of
-from infra.store.files import record_of, write_json_lines
+from infra.store.files import record_of, run_id, write_json_lines
 from infra.store.layout import EvaluationFolder
 from infra.store.samples import Sample, episodes_of, groups_of, read_samples, write_samples
 from tasks import rewards
@@ -72,6 +72,7 @@ def _answered(
     fence = inputs_key(engine, sampling, record_of(EvaluationFolder(path.parent).questions), adapter)
     if environment is not None:
         request = request_of(engine, sampling, environment, asked, adapter)
+        request = request._replace(of=f"{run_id(adapter.run)} {path.parent.name} {path.stem}")
         return played(
             open_engine(engine, adapter), request, _journals(path), made_from_episodes(fence, environment), stops=False
         )[0]

@@ -27,7 +27,7 @@ from infra.runs.accounting.unused import note_lost, note_replaced
 from infra.runs.bad_answers import save_bad_answer
 from infra.store import code_digest
 from infra.store.digests import sha256_of
-from infra.store.files import read_json_lines, record_of, sync, verified, write_json, write_json_lines
+from infra.store.files import read_json_lines, record_of, run_id, sync, verified, write_json, write_json_lines
 from infra.store.layout import StepFolder
 from infra.store.samples import Sample, write_samples
 from infra.telemetry import memory_usage, program_versions
@@ -87,6 +87,7 @@ def play_what_is_missing(
         carries_over=prompts.partial_rollouts,
         carried=carried,
         must_be_whole=frozenset(prompt.prompt_id for prompt in asked[: prompts.num_begun_prompts]),
+        of=run_id(prompts.run),
     )
     journals = Journals(folder.turns_journal, folder.episodes_journal)
     note_lost(folder.path)
