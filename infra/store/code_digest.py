@@ -55,11 +55,13 @@ def _digest_now(path: Path) -> str:
 
 
 def _of_source(path: Path, look: Callable[[bytes], T]) -> T:
-    """Raises ValueError for a file that is not valid Python; names it."""
+    """Raises ValueError for a file that cannot be read, or is not valid Python; names it."""
     try:
         return look(path.read_bytes())
     except SyntaxError as error:
         raise ValueError(f"{path}, line {error.lineno}, is not valid Python: {error.msg}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
 
 
 @lru_cache(maxsize=MAX_REMEMBERED)

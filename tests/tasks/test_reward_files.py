@@ -280,3 +280,13 @@ def test_a_file_that_changed_while_this_process_runs_judges_all_samples_or_none(
     fields = orjson.dumps({"question": "q", "completion": "c", "answer": "a"})
     client.judge(config, config.called[0], rewards.source_digest(name), [fields] * 16, found.__setitem__)
     assert {each.reward for each in found.values()} == {2.0}
+
+
+def test_a_file_that_is_half_saved_or_gone_while_a_run_is_at_work_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import helper\n" + REWARD.format("helper.VALUE"))
+    (tmp_path / "helper.py").write_text("VALUE = (1\n")
+    with pytest.raises(ValueError, match=r"helper\.py, line 1, is not valid Python: '\(' was never closed"):
+        rewards.source_digest(f"{tmp_path}/mine.py:score")
+    (tmp_path / "mine.py").unlink()
+    with pytest.raises(ValueError, match=r"mine\.py cannot be read: No such file or directory"):
+        rewards.source_digest(f"{tmp_path}/mine.py:score")
