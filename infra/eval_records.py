@@ -37,6 +37,8 @@ class Evaluation(StepRecord):
     """Digest of the evaluation's configuration. Figures of evaluations with equal digests can be compared."""
     dataset_fingerprint: str = ""
     """SHA-256 over all rows of the questions' data set; equal in all evaluations of a run with one digest. Empty: of an older version."""
+    reward_source: str = ""
+    """Digest of the user's code that gave the rewards. Figures of evaluations with other ones cannot be compared. Empty: none, or not recorded."""
     file: File
     """The greedy answers, or the sampled ones where no greedy ones were asked for. The others and `evaluation.json`, which holds this record, lie in
     the same folder."""

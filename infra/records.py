@@ -269,6 +269,8 @@ class ScoredRollouts(StepRecord):
     """Groups with fewer than two judged samples; they teach nothing."""
     judgements: File | None = None
     """Answers of the model that judged. None: no model did."""
+    reward_source: str = ""
+    """Digests of the rewards' sources that gave the scores; of several draws all that there are."""
 
 
 class Draw(Record):

@@ -43,7 +43,6 @@ from infra.telemetry.gpu_idle import gpu_idle_of
 from infra.telemetry.timings import BEGAN_AT, SECONDS, folder_of, measures_of, summed_draws
 from infra.tracking import upload
 from infra.trainers import resident
-from tasks import rewards
 from tasks.rewards import by_model
 from tasks.support.artifacts import page_of_this_flow, show_step
 from tasks.support.caching import NO_CACHE
@@ -223,7 +222,7 @@ def manifest_of(
         colocation=plan._asdict() | ({"layout": planned} if (planned := words_of(batch.run)) else {}),
         engine=ran[0],
         trainer=ran[1],
-        reward_source=rewards.source_digests(config.reward) if reward_source is None else reward_source,
+        reward_source=scored.reward_source if reward_source is None else reward_source,
         replayed_from=replayed.replayed_from if replayed else None,
         committed_at=time.time(),
         **dict(environment()),
@@ -246,10 +245,16 @@ def programs_of(batch: TrainBatch, outcome: dict[str, Any]) -> tuple[EngineRan, 
     return engine, TrainerRan(versions=outcome["versions"], backends=outcome["backends"])
 
 
-def changes_since_step_before(batch: TrainBatch, engine: EngineRan, trainer: TrainerRan) -> tuple[str, ...]:
+def changes_since_step_before(batch: TrainBatch, engine: EngineRan, trainer: TrainerRan, reward_source: str) -> tuple[str, ...]:
     """Return the changes as lines for people; none in a run's first step."""
     path = StepFolder.at(batch.run, batch.step - 1).manifest
-    return program_changes(read_manifest(path.parent), engine, trainer) if path.exists() else ()
+    if not path.exists():
+        return ()
+    before = read_manifest(path.parent)
+    of_reward = (
+        () if before.reward_source == reward_source else ("the source of the reward: these scores are of another state of it",)
+    )
+    return (*program_changes(before, engine, trainer), *of_reward)
 
 
 @counted("manifest")
@@ -296,7 +301,9 @@ def commit_step(
     made = StepReport(run=batch.run, step=batch.step, adapter=trained, metrics=metrics)
     # Before the commit: afterwards another process may upload the step's files to MLflow.
     ran = programs_of(batch, outcome)
-    page = step_page.write_page(made, config, plan, page_of_this_flow(), changes_since_step_before(batch, *ran))
+    page = step_page.write_page(
+        made, config, plan, page_of_this_flow(), changes_since_step_before(batch, *ran, scored.reward_source)
+    )
     by_model.keep_paid(StepFolder.of(batch).paid, batch.run, step_work(batch.step))
     commit(made, manifest_of(config, plan, prompts, rollouts, scored, batch, start, trained, ran))
     brief.info("%s", page.line)

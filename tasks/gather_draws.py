@@ -165,7 +165,7 @@ def gather_draws(config: DataConfig, step: Step, draws: Draws) -> Draw:
             rollouts=rollouts,
             scored=_scored(
                 step, rollouts, [groups[number] for number in groups if number in kept], _judgements(step, draws, kept)
-            ),
+            ).model_copy(update={"reward_source": " ".join(dict.fromkeys(each.scored.reward_source for each in draws.draws))}),
         )
 
 

@@ -77,6 +77,7 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch, deadli
         samples = read_samples(verified(rollouts.file))
         if not rollouts.is_judged:
             samples = judged(config, samples, asked, folder.scores_journal, inputs_of(prompts), work=work, deadline=deadline)
+        source = rewards.source_digests(config)
         if config.is_judged_by_model:
             figures |= by_model.figures_of(config.judge, work)
         if config.shuffle_seed is not None:
@@ -108,4 +109,5 @@ def score(config: RewardConfig, rollouts: Rollouts, prompts: PromptBatch, deadli
         num_unjudged=dict(sorted(Counter(sample.unjudged for sample in firsts if sample.unjudged).items())),
         num_unjudged_groups=sum(not is_judged(group) for group in groups_of(samples)),
         judgements=record_of(folder.judgements) if config.is_judged_by_model else None,
+        reward_source=source,
     )

@@ -21,7 +21,7 @@ from infra.data.forms.loading import load
 from infra.data.forms.local_files import Table
 from infra.data.forms.row import Row as Row
 from infra.data.json_values import JSON
-from infra.store.digests import sha256_of
+from infra.data.prompt_text import template_bytes
 
 NUM_GENERATED_ROWS = 4096
 
@@ -182,7 +182,7 @@ def fingerprint(config: DataConfig) -> str:
     """SHA-256 over the rows that are meant with all their columns, in their own order, and over a template file."""
     found = rows(config)
     content = [_content_of(found[number], config) for number in part_rows(config)]
-    template = [sha256_of(config.template_file)] if config.template_file else []
+    template = [hashlib.sha256(template_bytes(config.template_file)).hexdigest()] if config.template_file else []
     return hashlib.sha256(json.dumps([*content, *template]).encode()).hexdigest()
 
 

@@ -1,6 +1,7 @@
 """From rows to the texts of prompts, by the template that the configuration names: the model's, none, or a file of the user's."""
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,10 +41,16 @@ def _template_of(config: DataConfig, model_folder: Path, tokenizer: "FastTokeniz
 def read_template(path: Path) -> str:
     """Raises ValueError for a file that cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return template_bytes(path).decode().replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ValueError(f"data.template {str(path)!r} cannot be read ({why}): give chat, raw or a Jinja file") from error
+
+
+@cache
+def template_bytes(path: Path) -> bytes:
+    """Return a template's file as this process has read it first, as the rows: the data set's digest, which covers it, is of no other state."""
+    return path.read_bytes()
 
 
 def _raw(row: Row, config: DataConfig) -> str:

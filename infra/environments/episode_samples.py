@@ -41,6 +41,8 @@ class EpisodeRequest(NamedTuple):
     """What the step before carried over."""
     must_be_whole: frozenset[int] = frozenset()
     """Prompts of the groups that it carried over."""
+    of: str = ""
+    """What they are episodes of: the run, or one of its evaluations. No two have a call of a tool with the same key."""
 
     @property
     def keys(self) -> list[tuple[Prompt, int]]:

@@ -225,7 +225,7 @@ class EpisodePlayer:
         if self.restarts:
             self.lost_turns += sum(len(self.turns.records[key]) for key in attempts)
             name, recorded = f"{name}/{len(attempts)}" if attempts else name, []
-        calls = Calls(name, self.turns.add_call, self.turns.calls.get(name, ()))
+        calls = Calls(name, self.turns.add_call, self.turns.calls.get(name, ()), self.request.of)
         saved = self.turns.snapshots.get(name)
         is_whole = saved is not None and len(recorded) >= saved.num_turns
         snapshots = Snapshots(calls, self.turns.add_snapshot, saved if is_whole else None)

@@ -256,6 +256,15 @@ def judge(
         on_outcome(number, outcome.unjudged(outcome.TIME_OUT, "had no result when reward.task_timeout_s was over"))
 
 
+def forget(digest: str) -> None:
+    """End the pools of a source that changed while they judged: some of their workers may have imported it as it is now."""
+    with _LOCK:
+        found = [_POOLS.pop(key) for key in list(_POOLS) if key[3] == digest]
+    for pool_of_reward in found:
+        with pool_of_reward.lock:  # it may be judging for another caller
+            pool_of_reward.close()
+
+
 def close_all() -> None:
     """End the pools of this process."""
     with _LOCK:

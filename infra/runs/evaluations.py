@@ -108,7 +108,8 @@ def _read(path: Path) -> Evaluation:
 
 
 def _digest(folder: Path, record: Evaluation) -> str:
-    content = record.model_dump_json(exclude=None if record.task_metrics else {"task_metrics"})  # as it was before there were any
+    later = {name for name in ("task_metrics", "reward_source") if not getattr(record, name)}  # as it was before there were any
+    content = record.model_dump_json(exclude=later)
     return hashlib.sha256(f"{folder.name} {content}".encode()).hexdigest()
 
 
@@ -158,8 +159,8 @@ def scores_of(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> li
 
 
 def eligible(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """Return those of which few enough answers are unjudged."""
-    return [each for each in evaluations if each.is_eligible]
+    """Return those of which few enough answers are unjudged, and whose rewards are of the source that the latest version's are of."""
+    return [each for each in evaluations if each.is_eligible and each.reward_source in ("", evaluations[-1].reward_source)]
 
 
 def best_of(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> Evaluation | None:

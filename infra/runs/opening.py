@@ -8,7 +8,8 @@ from typing import Literal
 from infra.concurrency.prefetch import Prefetch
 from infra.config import DataPart, RunConfig
 from infra.config.tools.changes import check_goes_on
-from infra.records import Step
+from infra.models import base_model
+from infra.records import AdapterVersion, Step
 from infra.runs import lineage, replay
 from infra.runs.manifest import read_manifest
 from infra.store import files
@@ -75,6 +76,22 @@ def _begin_again(config: RunConfig, difference: ValueError) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     files.new_id(run_folder(config.name))
     write_json(RunFolder.of(config.name).config, config.model_dump(mode="json"))
+
+
+def check_base(model: str, adapter: AdapterVersion) -> None:
+    """Check that the base model is unchanged. Earlier adapters do not fit a folder that was overwritten or a hub model that moved, and what its
+    tokenizer and templates make of questions is not what it was.
+
+    model: The run's, by its name or folder now. adapter: One whose record says what it was.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    if (found := base_model.reference(model).sha256) != adapter.base.sha256:
+        raise ValueError(
+            f"base model {model!r} is not what run {adapter.run!r} was begun with: the digest of its files is {found}, recorded was "
+            f"{adapter.base.sha256}. Put the files back, or begin another run"
+        )
 
 
 def training_data(config: RunConfig) -> DataPart:

@@ -10,10 +10,11 @@ import importlib
 import importlib.metadata
 import sys
 import threading
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import TypeVar
 
 from infra.settings import CHECKOUT
 from infra.store.check_costs import counted
@@ -22,6 +23,9 @@ from infra.store.installed import is_installed
 
 PACKAGES = ("flows", "tasks", "infra")
 _PARSING = threading.Lock()
+T = TypeVar("T")
+MAX_REMEMBERED = 1024
+"""Sources whose digests and imports are remembered, by their content."""
 
 
 # Perf: 0.35 s, paid once in a process (CPU, docs/history/log.md).
@@ -40,14 +44,35 @@ def by_file(*modules: str) -> dict[str, str]:
 
 @cache
 def digest_of_file(path: Path) -> str:
-    """SHA-256 of a source file's syntax tree, in hex: comments, docstrings and layout do not count."""
-    return hashlib.sha256(ast.dump(_without_docstrings(_parsed(path))).encode()).hexdigest()
+    """SHA-256 of a source file's syntax tree, in hex: comments, docstrings and layout do not count. It is that of the first look: this process
+    keeps the modules of ours as it has imported them."""
+    return _digest_now(path)
 
 
-def _parsed(path: Path) -> ast.Module:
+def _digest_now(path: Path) -> str:
+    """Return the same of the file as it is now: a user's file may change while this process runs, and its workers would import it so."""
+    return _of_source(path, _digest_of_source)
+
+
+def _of_source(path: Path, look: Callable[[bytes], T]) -> T:
+    """Raises ValueError for a file that cannot be read, or is not valid Python; names it."""
+    try:
+        return look(path.read_bytes())
+    except SyntaxError as error:
+        raise ValueError(f"{path}, line {error.lineno}, is not valid Python: {error.msg}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+
+
+@lru_cache(maxsize=MAX_REMEMBERED)
+def _digest_of_source(source: bytes) -> str:
+    return hashlib.sha256(ast.dump(_without_docstrings(_parsed(source))).encode()).hexdigest()
+
+
+def _parsed(source: bytes) -> ast.Module:
     """Return a file's syntax tree. Python 3.11 raises SystemError where two threads make one at a time (python/cpython issue 106905)."""
     with _PARSING:
-        return ast.parse(path.read_bytes())
+        return ast.parse(source)
 
 
 def digest_of_foreign(module: str, path: Path | None = None, folder: Path | None = None) -> str:
@@ -73,10 +98,11 @@ def digest_of_foreign(module: str, path: Path | None = None, folder: Path | None
         else:
             files[name] = found
             package = name if found.name == "__init__.py" else name.rpartition(".")[0]
-            waiting += [*_parents(name), *(_imports_of(found, package) if found.suffix == ".py" else ())]
-    lines = [
-        f"{name} {digest_of_file(file) if file.suffix == '.py' else sha256_of(file)}\n" for name, file in sorted(files.items())
-    ]
+            waiting += [
+                *_parents(name),
+                *(_of_source(found, partial(_imports_in, package=package)) if found.suffix == ".py" else ()),
+            ]
+    lines = [f"{name} {_digest_now(file) if file.suffix == '.py' else sha256_of(file)}\n" for name, file in sorted(files.items())]
     lines += [f"{name} {_version_of(name)}\n" for name in sorted(packages)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -107,17 +133,18 @@ def _parents(name: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
-def _imports_of(path: Path, package: str) -> list[str]:
-    """Return the absolute names of a file's imports. `from a import b` gives both a and a.b, which may be a module."""
+@lru_cache(maxsize=MAX_REMEMBERED)
+def _imports_in(source: bytes, package: str) -> tuple[str, ...]:
+    """Return the absolute names of a module's imports. `from a import b` gives both a and a.b, which may be a module."""
     names: list[str] = []
-    for node in ast.walk(_parsed(path)):
+    for node in ast.walk(_parsed(source)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             up = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*up, *([node.module] if node.module else [])])
             names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
-    return [name for name in names if name]
+    return tuple(name for name in names if name)
 
 
 @cache
@@ -151,7 +178,7 @@ def _files(module: str, *, whole_package: bool) -> list[Path]:
 @cache
 def _imports(path: Path) -> tuple[str, ...]:
     names: list[str] = []
-    for node in ast.walk(_parsed(path)):
+    for node in ast.walk(_parsed(path.read_bytes())):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

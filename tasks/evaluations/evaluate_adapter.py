@@ -1,6 +1,7 @@
 """Evaluate an adapter on the questions of one set: greedy answers, sampled ones, or both; see infra/runs/eval_figures.py for the figures."""
 
 import hashlib
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -28,7 +29,7 @@ from infra.reporting import brief_lines
 from infra.rewards.judges.ledger import evaluation_work
 from infra.runs import eval_figures, evaluations
 from infra.runs.eval_figures import rewards_of
-from infra.store.files import record_of, write_json_lines
+from infra.store.files import record_of, run_id, write_json_lines
 from infra.store.layout import EvaluationFolder
 from infra.store.samples import Sample, episodes_of, groups_of, read_samples, write_samples
 from tasks import rewards
@@ -39,6 +40,8 @@ from tasks.rewards.by_model import JudgedWork
 from tasks.support.caching import cached
 from tasks.support.episode_rollout import Journals, made_from_episodes, played, request_of, source_of
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
+
+log = logging.getLogger(__name__)
 
 
 def check_questions(eval_config: EvalConfig, run: str, now: str) -> None:
@@ -69,6 +72,7 @@ def _answered(
     fence = inputs_key(engine, sampling, record_of(EvaluationFolder(path.parent).questions), adapter)
     if environment is not None:
         request = request_of(engine, sampling, environment, asked, adapter)
+        request = request._replace(of=f"{run_id(adapter.run)} {path.parent.name} {path.stem}")
         return played(
             open_engine(engine, adapter), request, _journals(path), made_from_episodes(fence, environment), stops=False
         )[0]
@@ -109,10 +113,33 @@ def also_decided_by(inputs: dict[str, Any]) -> str:
 def _sources(eval_config: EvalConfig) -> str:
     """Digests of a user's code and data that give questions and rewards."""
     if eval_config.inspect:
+        return _code_of(eval_config)
+    return _code_of(eval_config) + dataset.fingerprint(eval_config.data)
+
+
+def _code_of(eval_config: EvalConfig) -> str:
+    """Digests of a user's code that gives rewards."""
+    if eval_config.inspect:
         return running.source_of(eval_config.inspect)
     environment = eval_config.environment
-    code = source_of(environment) if environment else rewards.source_digests(eval_config.reward)
-    return code + dataset.fingerprint(eval_config.data)
+    return source_of(environment) if environment else rewards.source_digests(eval_config.reward)
+
+
+def reward_source(eval_config: EvalConfig) -> str:
+    """Return what an evaluation's record says of that code. Empty for a program, which may write to a file that it is given."""
+    if eval_config.environment and eval_config.environment.command:
+        return ""
+    code = _code_of(eval_config)
+    return hashlib.sha256(code.encode()).hexdigest() if code.strip() else ""
+
+
+def _warn_of_other_rewards(made: Evaluation, earlier: Sequence[Evaluation]) -> None:
+    if others := [each.step for each in earlier if each.reward_source not in ("", made.reward_source)]:
+        log.warning(
+            "adapter %s was evaluated by another state of the reward: its figures are not those of adapter %d, and the best adapter is chosen "
+            "among those that were evaluated as the latest; `ratchet evaluate %s --adapter N` evaluates one again",
+            *(", ".join(map(str, others)), made.step, made.run),
+        )
 
 
 @task(
@@ -136,6 +163,7 @@ def evaluate_adapter(engine: EngineConfig, eval_config: EvalConfig, training: Da
         asked = _ask(engine, eval_config, training, adapter, wanted)
     made = _evaluation(eval_config, adapter, asked, wanted)
     before = [each for each in evaluations.of_run(adapter.run, eval_config) if each.step < adapter.version]
+    _warn_of_other_rewards(made, before)
     seconds = time.monotonic() - begun
     by_model.keep_paid(folder.paid, adapter.run, evaluation_work(adapter.version))
     evaluations.write(folder.path, made, eval_config=eval_config.model_dump(mode="json"), at=time.time(), seconds=seconds)
@@ -201,6 +229,7 @@ def _evaluation(eval_config: EvalConfig, adapter: AdapterVersion, asked: Asked, 
         adapter_sha256=adapter.sha256,
         eval_digest=evaluations.eval_digest(eval_config),
         dataset_fingerprint=asked.fingerprint,
+        reward_source=reward_source(eval_config),
         file=record_of(first),
         num_prompts=asked.num_prompts,
         num_overlapping=asked.num_overlapping,

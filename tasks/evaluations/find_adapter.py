@@ -8,6 +8,7 @@ from infra.config import RunConfig
 from infra.records import AdapterVersion
 from infra.runs import evaluations, external_adapter
 from infra.runs.lineage import adapter_at, next_step
+from infra.runs.opening import check_base
 from infra.runs.run_state import config_of, known_runs
 from infra.store.files import verified_adapter
 from tasks.support.caching import NO_CACHE
@@ -64,12 +65,14 @@ def find_adapter(config: RunConfig, adapter: int | str | None) -> AdapterVersion
         another run.
 
     Raises:
-        ValueError: for a version that the run does not have, a folder that is neither, or a configuration that is not the run's.
+        ValueError: for a version that the run does not have, a folder that is neither, a configuration that is not the run's, or a base model
+            that has changed.
     """
     check_adapter(config, adapter)
     if isinstance(adapter, str) and not adapter.isdecimal():
         return _by_name(config, adapter)
     open_run(_as_begun(config))
+    check_base(config.model, adapter_at(config, next_step(config.name)))
     found = adapter_at(config, next_step(config.name) if adapter is None else int(adapter))
     if found.weights:
         verified_adapter(found)
@@ -81,7 +84,9 @@ def _by_name(config: RunConfig, adapter: str) -> AdapterVersion:
     if folder.is_dir():
         return external_adapter.adopt(config, folder)
     run, _, version = adapter.rpartition(":")
-    found = named_version(config_of(run), version)
+    of_run = config_of(run)
+    check_base(of_run.model, adapter_at(of_run, next_step(run)))
+    found = named_version(of_run, version)
     if found.weights:
         verified_adapter(found)
     return found

@@ -10,9 +10,10 @@ from prefect import task
 from infra.config import RunConfig
 from infra.config.tools.names import RUN_NAME
 from infra.config.tools.overrides import with_overrides
+from infra.data.prompt_batch import DrawnFrom
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.models import base_model
-from infra.records import AdapterVersion, File, Step
+from infra.records import AdapterVersion, File, PromptBatch, Step
 from infra.rewards.judges.ledger import set_aside_payments
 from infra.runs.lineage import base_version, committed_steps
 from infra.runs.manifest import Manifest, ReplayedFrom, changes, differences, environment, products, read_manifest
@@ -134,8 +135,11 @@ def _identity(origin: Origin) -> dict[str, object]:
     return origin.model_dump(exclude={"replayed_from": {"differences"}})
 
 
-def found_run(origin: Origin, config: RunConfig, taken: list[File]) -> None:
-    """Make the new run's folder atomically, with copies of the reused files."""
+def found_run(origin: Origin, config: RunConfig, taken: list[File], prompts: PromptBatch | None) -> None:
+    """Make the new run's folder atomically, with copies of the reused files.
+
+    prompts: Those that are taken over: the run's next steps must draw from the same data set. None: it draws its own.
+    """
     staging = files.fresh_folder(runs_folder() / f".{config.name}.partial")
     for file in taken:
         target = place_in(staging, file)
@@ -145,6 +149,9 @@ def found_run(origin: Origin, config: RunConfig, taken: list[File]) -> None:
             shutil.copyfile(files.path_of(file).with_name(ADAPTER_CONFIG), target.with_name(ADAPTER_CONFIG))
     write_json(RunFolder(staging).config, config.model_dump(mode="json"))
     write_json(RunFolder(staging).origin, origin.model_dump(mode="json"))
+    if prompts and prompts.rows:  # an older version counted none
+        drawn = DrawnFrom(sha256=prompts.dataset_fingerprint, rows=prompts.rows)
+        write_json(RunFolder(staging).dataset_fingerprint, drawn.model_dump())
     files.new_id(staging)
     set_aside_payments(config.name)
     files.publish_folder(staging, run_folder(config.name))
@@ -231,6 +238,6 @@ def begin_replay(
     for difference in plan.origin.replayed_from.differences:
         log.warning("not as it was when step %d of run %s was made: %s", step, run, difference)
     if not plan.is_begun:
-        found_run(plan.origin, plan.config, plan.taken)
+        found_run(plan.origin, plan.config, plan.taken, plan.kept.prompts)
     log.info("replay of step %d of run %s from %s, as run %s", step, run, first, name)
     return plan.config, start_step(plan.config, step), plan.origin.adapter, plan.kept

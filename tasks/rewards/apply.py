@@ -56,6 +56,25 @@ def judged(
     Raises:
         RewardFailed: for too many unjudged samples; one line with the first of them and the place in the user's file.
     """
+    while True:
+        before = rewards.source_digests(config)
+        found = _judged(config, samples, prompts, journal, inputs, stops=stops, work=work, deadline=deadline)
+        if rewards.source_digests(config) == before:
+            return found
+        log.warning("the source of reward %s changed while it judged: all samples are judged again", config.title)
+
+
+def _judged(
+    config: RewardConfig,
+    samples: Sequence[Sample],
+    prompts: Sequence[Prompt],
+    journal: Path,
+    inputs: dict[str, str],
+    *,
+    stops: bool,
+    work: JudgedWork | None,
+    deadline: Deadline | None,
+) -> list[Sample]:
     asked = {prompt.prompt_id: prompt for prompt in prompts}
     by_function, functions = [], config.called
     deadline = (deadline or Deadline(config.task_timeout_s)).begin()
@@ -221,3 +240,5 @@ def call_outside(
 
     if missing:
         client.judge(config, function, digest, [fields[index] for index in missing], note, deadline)
+        if rewards.source_digest(name) != digest:
+            client.forget(digest)  # workers that began meanwhile have imported another state

@@ -18,6 +18,7 @@ from infra.runs import evaluations, run_state
 from infra.runs.accounting import unused
 from infra.runs.evaluations import stalled
 from infra.runs.lineage import adapter_at, next_step
+from infra.runs.opening import check_base
 from infra.settings import CHECKOUT, main_python, settings
 from infra.store.files import fresh_folder, publish_folder, read_json, verified_adapter, write_json
 from infra.store.layout import ExportFolder, RunFolder, Workspace
@@ -59,7 +60,11 @@ def stopped_by(config: RunConfig, num_committed: int) -> Literal["all steps made
 
 
 def export(config: ExportConfig, adapter: AdapterVersion, folder: Path) -> None:
-    """Write folder/adapter, and folder/merged if configured. A folder with the same content is left unchanged."""
+    """Write folder/adapter, and folder/merged if configured. A folder with the same content is left unchanged.
+
+    Raises:
+        ValueError: for a base model that has changed, into which an adapter would be merged.
+    """
     if config.what == "nothing":
         return
     if adapter.weights is None:
@@ -75,6 +80,7 @@ def export(config: ExportConfig, adapter: AdapterVersion, folder: Path) -> None:
     if config.what == "merged" and not _is_made_from(ExportFolder(folder).merged, adapter):
         staging = ExportFolder(folder).merged.with_suffix(".partial")
         shutil.rmtree(staging, ignore_errors=True)
+        check_base(adapter.base.id, adapter)
         base = base_model.locate(adapter.base.id)
         children.run(
             [

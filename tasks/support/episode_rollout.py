@@ -3,6 +3,7 @@
 import logging
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +19,15 @@ from infra.environments.carried import NOTHING, CarriedEpisodes, check_adapters,
 from infra.environments.episode_samples import EpisodeRequest, samples_of
 from infra.environments.episodes import EpisodeCounts, EpisodePlayer, fence_of
 from infra.environments.journal import EpisodeJournal
-from infra.failures import EngineUnavailable, WrongAnswer
+from infra.failures import EngineUnavailable, RewardFailed, WrongAnswer
 from infra.gateway.session.records import TurnJournal
 from infra.records import AdapterVersion, CarriedOver, PromptBatch
+from infra.rewards import client
 from infra.runs.accounting.unused import note_lost, note_replaced
 from infra.runs.bad_answers import save_bad_answer
+from infra.store import code_digest
 from infra.store.digests import sha256_of
-from infra.store.files import read_json_lines, record_of, sync, verified, write_json, write_json_lines
+from infra.store.files import read_json_lines, record_of, run_id, sync, verified, write_json, write_json_lines
 from infra.store.layout import StepFolder
 from infra.store.samples import Sample, write_samples
 from infra.telemetry import memory_usage, program_versions
@@ -35,8 +38,8 @@ log = logging.getLogger(__name__)
 
 
 def source_of(environment: EnvironmentConfig) -> str:
-    """Digest the user's code that plays the episodes: of a program, and of an MCP server, the files that its command names; of a taskset its
-    package."""
+    """Digest the user's code that plays the episodes: of a program, and of an MCP server, the files that its command names, with the modules that
+    a Python script imports; of a taskset its package."""
     if environment.id:
         return tasksets.source_digest(environment.id)
     # Of a server's command the program and its script: further files may be what it writes.
@@ -49,7 +52,14 @@ def _digest_of(command: Sequence[str], num_files: int | None = None) -> str:
     """Digest the files that a command names, the first num_files of them."""
     program, *words = command
     files = [Path(found) for found in (shutil.which(program), *words) if found and Path(found).is_file()]
-    return " ".join(sha256_of(file) for file in files[:num_files])
+    return " ".join(map(_digest_of_file, files[:num_files]))
+
+
+def _digest_of_file(file: Path) -> str:
+    if file.suffix == ".py":
+        with suppress(ValueError):  # of another version of Python, or none at all
+            return code_digest.digest_of_foreign("<file>", file, file.parent)
+    return sha256_of(file)
 
 
 def made_from_episodes(inputs: dict[str, str], environment: PlayedEnvironment | None) -> dict[str, str]:
@@ -77,6 +87,7 @@ def play_what_is_missing(
         carries_over=prompts.partial_rollouts,
         carried=carried,
         must_be_whole=frozenset(prompt.prompt_id for prompt in asked[: prompts.num_begun_prompts]),
+        of=run_id(prompts.run),
     )
     journals = Journals(folder.turns_journal, folder.episodes_journal)
     note_lost(folder.path)
@@ -179,11 +190,29 @@ def _played(engine: Engine, request: EpisodeRequest, turns: TurnJournal, episode
     try:
         counts = completed(EpisodePlayer(request, turns, episodes).play(engine))
         check_adapters(episodes.episodes, request.adapter, request.carried)
-        return counts
     except WrongAnswer:
         for journal in (turns, episodes):
             journal.quarantine("the engine answered wrongly")
         raise
+    _check_unchanged(request, turns, episodes)
+    return counts
+
+
+def _check_unchanged(request: EpisodeRequest, turns: TurnJournal, episodes: EpisodeJournal) -> None:
+    """Check that one state of the environment's files played all episodes. A program's files are left out: it may write to one that it is given.
+
+    Raises:
+        RewardFailed: if they have changed meanwhile; the episodes are played again then, by the files as they are.
+    """
+    if request.environment.command or source_of(request.environment) == request.source:
+        return
+    for journal in (turns, episodes):
+        journal.quarantine("the environment's files have changed while it played")
+    client.forget(request.source)
+    raise RewardFailed(
+        f"the files of environment {request.environment.label!r} have changed while its episodes were played, some by the old state and some by "
+        "the new one: run the same again, and all are played by the files as they are then"
+    )
 
 
 def _measures(counts: EpisodeCounts) -> dict[str, float]:

@@ -224,6 +224,18 @@ def test_another_environment_gets_nothing_of_an_earlier_one(
     assert list(StepFolder.of(prompts).path.glob("turns.journal.aside-*"))
 
 
+def test_episodes_that_two_states_of_an_environment_have_played_are_not_mixed(
+    play: Play, tmp_path: Path, prompts: PromptBatch
+) -> None:
+    body = "open(__file__, 'a').write('MORE = 1\\n') if self.task['answer'] == '1' and self.turn == 2 else None"
+    with pytest.raises(RewardFailed, match=r"Game' have changed while its episodes were played.*run the same again"):
+        play(body)
+    assert [path.name for path in StepFolder.of(prompts).path.glob("episodes*.aside-*")] == ["episodes.journal.aside-0"]
+    assert not (StepFolder.of(prompts).samples).exists()
+    _, samples, measures = play()
+    assert [sample.reward for sample in samples] == [1.0] * 4 and measures["num_kept"] == 0
+
+
 def test_wrong_turns_are_quarantined(play: Play, prompts: PromptBatch, workspace: Path) -> None:
     (workspace / "fault").write_text("NaN")
     with pytest.raises(WrongAnswer, match="log-probability nan"):

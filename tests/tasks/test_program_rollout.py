@@ -75,9 +75,15 @@ def test_a_program_that_does_not_exist_is_refused_in_one_line(workspace: Path) -
     client.close_all()
 
 
-def test_the_files_of_a_command_are_in_its_digest(tmp_path: Path) -> None:
-    (tmp_path / "agent.py").write_text("1")
+def test_the_files_of_a_command_and_what_a_script_imports_are_in_its_digest(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("import helper_of_agent")
+    (tmp_path / "helper_of_agent.py").write_text("VALUE = 1")
     config = PlayedEnvironment(command=(sys.executable, str(tmp_path / "agent.py")), max_failed_frac=0.0)
-    before = source_of(config)
+    seen = [source_of(config)]
+    (tmp_path / "helper_of_agent.py").write_text("VALUE = 2.0")
+    seen.append(source_of(config))
     (tmp_path / "agent.py").write_text("22")
-    assert source_of(config) != before
+    seen.append(source_of(config))
+    (tmp_path / "agent.py").write_text("print 'of another Python'")
+    seen.append(source_of(config))
+    assert len(set(seen)) == 4

@@ -11,7 +11,6 @@ import pytest
 from infra.config import DataConfig, RewardConfig
 from infra.rewards import client
 from infra.rewards.outcome import Outcome
-from infra.store import code_digest
 from tasks import rewards
 from tasks.rewards.own_answers import check_there
 
@@ -82,7 +81,6 @@ def test_a_file_may_be_called_as_a_module_of_python(tmp_path: Path) -> None:
     assert scored(f"{tmp_path}/json.py:score") == 0.5
     before = rewards.source_digest(f"{tmp_path}/json.py:score")
     (tmp_path / "json.py").write_text(REWARD.format("0.75"))
-    code_digest.digest_of_file.cache_clear()
     assert rewards.source_digest(f"{tmp_path}/json.py:score") != before
 
 
@@ -94,7 +92,6 @@ def test_the_digest_covers_the_file_and_what_it_imports_from_its_folder(tmp_path
     name = f"{tmp_path}/mine.py:score"
 
     def digest() -> str:
-        code_digest.digest_of_file.cache_clear()
         return rewards.source_digest(name)
 
     seen = [digest()]
@@ -269,3 +266,27 @@ def test_a_rubric_that_uses_answers_is_refused_where_no_row_has_one(tmp_path: Pa
     check_there(config, DataConfig(source=str(data), answer_column="solution"))
     judge["rubric"] = "{completion} {{answer}} {row[solution]}"
     check_there(RewardConfig.model_validate({"name": "rubric", "judge": judge}), DataConfig(source=str(data)))
+
+
+def test_a_file_that_changed_while_this_process_runs_judges_all_samples_or_none(tmp_path: Path) -> None:
+    """Workers are started as they are needed: the first has imported the file as it was before the run, the others would as it is now."""
+    (tmp_path / "mine.py").write_text("import time\nimport helper\n" + REWARD.format("time.sleep(0.05) or helper.VALUE"))
+    (tmp_path / "helper.py").write_text("VALUE = 1\n")
+    name = f"{tmp_path}/mine.py:score"
+    config = RewardConfig(name=name, workers=4)
+    rewards.check(config)
+    (tmp_path / "helper.py").write_text("VALUE = 2.0\n")
+    found: dict[int, Outcome] = {}
+    fields = orjson.dumps({"question": "q", "completion": "c", "answer": "a"})
+    client.judge(config, config.called[0], rewards.source_digest(name), [fields] * 16, found.__setitem__)
+    assert {each.reward for each in found.values()} == {2.0}
+
+
+def test_a_file_that_is_half_saved_or_gone_while_a_run_is_at_work_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import helper\n" + REWARD.format("helper.VALUE"))
+    (tmp_path / "helper.py").write_text("VALUE = (1\n")
+    with pytest.raises(ValueError, match=r"helper\.py, line 1, is not valid Python: '\(' was never closed"):
+        rewards.source_digest(f"{tmp_path}/mine.py:score")
+    (tmp_path / "mine.py").unlink()
+    with pytest.raises(ValueError, match=r"mine\.py cannot be read: No such file or directory"):
+        rewards.source_digest(f"{tmp_path}/mine.py:score")

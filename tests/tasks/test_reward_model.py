@@ -2,6 +2,7 @@
 
 import json
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -293,6 +294,18 @@ def test_at_the_deadline_of_the_scoring_what_has_no_score_is_unjudged_and_scored
     (workspace / "j").unlink()
     found = judged_in(workspace, config_of(llama, task_timeout_s=1e-9, max_unjudged_frac=1.0))
     assert {(each.reward, each.unjudged) for each in found} == {(None, "time-out")}
+
+
+def test_a_model_that_was_replaced_under_its_path_scores_by_its_new_weights(workspace: Path, llama: Path) -> None:
+    """On a CPU its program stays between the steps of a run."""
+    from safetensors.numpy import load_file, save_file
+
+    folder = shutil.copytree(llama, workspace / "model")
+    (workspace / "a").mkdir()
+    before = rewards_in(workspace / "a", config_of(folder))
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: -each if name == "score.weight" else each for name, each in weights.items()}, folder / "model.safetensors")
+    assert rewards_in(workspace, config_of(folder)) == [None if each is None else pytest.approx(-each) for each in before]
 
 
 def test_a_score_is_of_the_program_that_gave_it_though_no_task_imports_it(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,7 +274,6 @@ def test_a_reward_that_cannot_be_used_is_named_with_its_fault(own_rewards: Path,
 def test_a_change_of_a_users_own_reward_is_seen(own_rewards: Path) -> None:
     def digest() -> str:
         """As a new process would see it."""
-        code_digest.digest_of_file.cache_clear()
         return rewards.source_digest("own_rewards.brief")
 
     before = digest()
@@ -352,7 +351,6 @@ def test_a_reward_s_digest_covers_the_modules_that_it_loads(tmp_path: Path, monk
     monkeypatch.syspath_prepend(tmp_path)
 
     def digest() -> str:
-        code_digest.digest_of_file.cache_clear()
         return rewards.source_digest("judging.main.good")
 
     seen = {digest()}

@@ -12,6 +12,7 @@ from infra.rewards import client
 from infra.store.files import DigestMismatch, record_of, write_json_lines
 from infra.store.samples import Sample, read_samples, write_samples
 from infra.telemetry.timings import measures_of
+from tasks import rewards
 from tasks.assemble import assemble
 from tasks.commit_step import metrics_of
 from tasks.rewards.apply import judged
@@ -180,6 +181,23 @@ def test_a_step_with_a_reward_of_a_users_own_says_what_is_unjudged_and_leaves_no
     assert not list((workspace / "runs/run/steps/000003").glob("*.journal"))
     batch = assemble.fn(BatchConfig(), scored)
     assert (batch.num_sequences, batch.num_dropped_groups) == (2, 0)
+
+
+def test_a_reward_whose_file_changes_while_it_judges_gives_all_samples_their_scores_by_one_state_of_it(
+    workspace: Path, tmp_path: Path
+) -> None:
+    """Here its first call changes it. The manifest gets the digest of what gave the scores."""
+    place = tmp_path / "mine.py"
+    after = "def score(*, completion):\n    return 2.0 + float(completion)\n"
+    place.write_text(f"def score(*, completion):\n    open(__file__, 'w').write({after!r})\n    return float(completion)\n")
+    rollouts, prompts = recorded(workspace, saying("0", "1", "2", "3"))
+    config = RewardConfig(name=f"{place}:score", workers=1)
+    before = rewards.source_digests(config)
+    scored = score.fn(config, rollouts, prompts)
+    assert [each.reward for each in read_samples(workspace / scored.file.path)] == [2.0, 3.0, 4.0, 5.0]
+    assert scored.reward_source == rewards.source_digests(config) != before
+    assert before not in {key[3] for key in client._POOLS}, "a worker that began meanwhile has another state than the pool's"
+    client.close_all()
 
 
 def of_three_and_one_turns() -> list[Sample]:

@@ -14,7 +14,7 @@ from infra.gateway.session.calls import CallRecord, Calls
 from infra.gateway.session.records import TurnJournal
 from infra.records import AdapterVersion, BaseModelRef, PromptBatch
 from infra.rewards import client
-from infra.store.files import path_of, read_json, record_of, write_json_lines
+from infra.store.files import path_of, read_json, record_of, write_json, write_json_lines
 from infra.store.layout import StepFolder
 from infra.store.samples import Sample, read_samples
 from tasks.roll_out import roll_out
@@ -117,6 +117,31 @@ def test_a_call_outlives_the_turns_of_an_engine_that_answered_wrongly(
     assert num_booked(tmp_path) == 2
     assert [(s.num_turns, s.reward) for s in play()] == [(3, 2.0)] * 2
     assert num_booked(tmp_path) == 6
+
+
+def test_a_call_has_the_same_key_when_its_episode_is_repeated_and_another_one_in_another_run(
+    play: Play, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service that takes it as idempotency key would give a run the results of another one's calls."""
+    keys: list[str] = []
+    add_call = TurnJournal.add_call
+
+    def noted(journal: TurnJournal, call: CallRecord) -> None:
+        keys.append(call.key)
+        add_call(journal, call)
+
+    monkeypatch.setattr(TurnJournal, "add_call", noted)
+    of_runs = []
+    for run in ("one", "two"):
+        write_json(workspace / "runs/r/id.json", run)
+        killed_at(2, monkeypatch, lambda: play())
+        before = {*keys}
+        play()
+        assert before < {*keys} and len({*keys}) == 6
+        of_runs.append({*keys})
+        keys.clear()
+        StepFolder(workspace / "runs/r/steps/000000").samples_inputs.unlink()
+    assert of_runs[0].isdisjoint(of_runs[1])
 
 
 def test_an_effect_that_is_not_of_the_episode_leaves_its_outcome_unknown() -> None:

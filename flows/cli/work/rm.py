@@ -1,6 +1,7 @@
 """Remove a run's folder: its steps, adapters, evaluations and exports. Asks first.
 
-What MLflow has of the run stays: figures, artifacts with all adapters, and the versions of its model (models:/NAME@best).
+What MLflow has of the run stays: figures, artifacts with all adapters, and the versions of its model (models:/NAME@best). So do the answers
+of a model that judged; a new run of the name has its own budget for one.
 
 ratchet rm mine
 ratchet rm mine --yes                                            without a question

@@ -10,7 +10,7 @@ from infra.failures import EvaluationLost
 from infra.processes import child_environment, children
 from infra.processes.children import ProgramFailed, ProgramTimedOut
 from infra.settings import settings
-from infra.store.digests import sha256_of
+from infra.store import code_digest
 from infra.store.files import read_json
 
 PACKAGE = "inspect_ai"
@@ -61,10 +61,16 @@ def named(task: str) -> str:
 
 
 def source_of(task: str) -> str:
-    """Digest what decides a task's questions and scores: its file, and the version of inspect-ai."""
-    found = installed(settings().inspect_python, "", PACKAGE)
-    file = Path(named(task).partition("@")[0])
-    return f"{sha256_of(file) if file.is_file() else task} inspect-ai {found.version if found else 'missing'}"
+    """Digest what decides a task's questions and scores: its file with the modules beside it that it imports, or the version of its package, and
+    the version of inspect-ai."""
+    file, package = Path(named(task).partition("@")[0]), task.partition("/")[0]
+    of_file = code_digest.digest_of_foreign("<file>", file, file.parent) if file.is_file() else ""
+    return f"{of_file or f'{task} {_version_of(package)}'} inspect-ai {_version_of(PACKAGE)}"
+
+
+def _version_of(package: str) -> str:
+    found = installed(settings().inspect_python, "", package)
+    return found.version if found else "missing"
 
 
 def check(task: str, log: Path) -> None:

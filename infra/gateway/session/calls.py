@@ -29,7 +29,7 @@ class CallRecord:
 
     episode: str
     key: str
-    """Unique in the episode, and the same when the episode is repeated: a service may take it as idempotency key."""
+    """Of this call of this episode alone, and the same when the episode is repeated: a service may take it as idempotency key."""
     name: str
     arguments: Mapping[str, Any]  # Any: JSON
     is_idempotent: bool
@@ -48,10 +48,15 @@ class Calls:
     """The calls of an episode."""
 
     def __init__(
-        self, episode: str, on_call: Callable[[CallRecord], object] = lambda call: None, recorded: Iterable[CallRecord] = ()
+        self,
+        episode: str,
+        on_call: Callable[[CallRecord], object] = lambda call: None,
+        recorded: Iterable[CallRecord] = (),
+        of: str = "",
     ) -> None:
-        """on_call: Called with each record before the call is made, and before its result is used. recorded: Of earlier attempts."""
-        self.episode, self.on_call = episode, on_call
+        """on_call: Called with each record before the call is made, and before its result is used. recorded: Of earlier attempts. of: What the
+        episode is of: others have episodes of the same name."""
+        self.episode, self.on_call, self.of = episode, on_call, of
         self.by_key = {call.key: call for call in recorded}
         """The latest record of each."""
         self.is_refused = False
@@ -95,7 +100,7 @@ class Calls:
         if not isinstance(fields, dict) or {name: type(value) for name, value in fields.items()} != FIELDS:
             raise BadRequest(f"a call has the fields {', '.join(FIELDS)}, not {str(fields)[:200]}")
         name, arguments = fields["name"], fields["arguments"]
-        words = json.dumps([self.episode, name, arguments, fields["occurrence"]], sort_keys=True)
+        words = json.dumps([self.of, self.episode, name, arguments, fields["occurrence"]], sort_keys=True)
         key = hashlib.sha256(words.encode()).hexdigest()[:32]
         self.asked.add(key)
         if (known := self.by_key.get(key)) is not None:

@@ -19,7 +19,7 @@ from infra.processes import children, gpu_programs
 from infra.processes.logs import last_lines
 from infra.progress.brief import brief
 from infra.rewards import frames
-from infra.rewards.models.checks import folder_of
+from infra.rewards.models.checks import digest, folder_of
 from infra.rewards.models.protocol import ModelSpec, Score
 from infra.rewards.outcome import DIED, TIME_OUT
 from infra.settings import CHECKOUT, main_python, settings
@@ -173,19 +173,20 @@ def _environment(device: str) -> dict[str, str]:
     return shared
 
 
-_OPEN: dict[ModelSpec, ScorerProgram] = {}
+_OPEN: dict[tuple[ModelSpec, str], ScorerProgram] = {}
+"""By spec and digest of the model's files: a program that has read other weights, under the same path, is not used."""
 _LOCK = threading.RLock()
 
 
 # Perf: a start takes 10.7 s, a scoring of 512 samples 1.4 s (494 M parameters, H200, docs/results/rewards.md).
 def begun(config: RewardConfig) -> ScorerProgram:
     """Return the program that holds the model or reads it into host memory. It is started unless this process has it, and not waited for."""
-    spec = spec_of(config.model)
+    key = spec, _ = spec_of(config.model), digest(config.model)
     with _LOCK:
-        found = _OPEN.get(spec)
+        found = _OPEN.get(key)
         if found is None or not found.is_open:
             close_all()
-            found = _OPEN[spec] = ScorerProgram(config.model, spec)
+            found = _OPEN[key] = ScorerProgram(config.model, spec)
         return found
 
 

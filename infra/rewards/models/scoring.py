@@ -72,9 +72,11 @@ class _Scoring:
         self.num_lost = 0
 
     def run(self) -> None:
+        program: scorer.ScorerProgram | None = None
         while self.waiting and not self.deadline.is_over:
             try:
-                program = scorer.opened(self.config, self.deadline)
+                if program is None or not program.is_open:
+                    program = scorer.opened(self.config, self.deadline)
             except ScorerLost as error:
                 self._count(error)
                 continue

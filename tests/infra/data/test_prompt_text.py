@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from infra.config import DataConfig
 from infra.data import dataset, prompts
 from infra.data.forms.row import Chat, Row
+from infra.data.prompt_text import template_bytes
 from infra.models import base_model
 
 CHATML = (
@@ -103,9 +104,25 @@ def test_a_changed_template_file_is_other_data(tmp_path: Path) -> None:
     found = []
     for text in ("{{ row.a }}", "{{ row.a }}", "{{ row.a }}?"):
         path.write_text(text)
-        dataset.fingerprint.cache_clear()
+        for cache in (dataset.fingerprint, template_bytes):
+            cache.cache_clear()  # as another process sees it
         found.append(dataset.fingerprint(DataConfig(template=str(path))))
     assert found[0] == found[1] != found[2]
+
+
+def test_a_template_file_that_changes_while_a_process_runs_leaves_its_prompts_as_their_digest_says(
+    folder: Path, tmp_path: Path
+) -> None:
+    path, row = tmp_path / "a.jinja", Row("2 + 2?", "4", {"a": 1})
+    path.write_bytes(b"{{ row.a }}\r\n=")
+    config = DataConfig(template=str(path))
+    before = (dataset.fingerprint(config), text_of(config, folder, row))
+    path.write_text("{{ row.a }}?")
+    assert (dataset.fingerprint(config), text_of(config, folder, row)) == before
+    template_bytes.cache_clear()
+    dataset.fingerprint.cache_clear()
+    after = (dataset.fingerprint(config), text_of(config, folder, row))
+    assert after[0] != before[0] and (before[1], after[1]) == ("1\n=", "1?")
 
 
 def test_a_template_file_that_is_not_there_is_named_before_the_run(folder: Path) -> None:

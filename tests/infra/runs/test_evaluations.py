@@ -52,6 +52,19 @@ def test_a_run_stalls_when_as_many_evaluations_as_its_patience_were_no_better(sc
     assert stalls(scores, patience=2) is expected
 
 
+def test_evaluations_by_another_state_of_the_reward_neither_choose_the_best_nor_stall() -> None:
+    """Here the second state gives less."""
+    found = [evaluation(version, score) for version, score in enumerate((0.2, 0.9, 0.3, 0.5, 0.4))]
+    found = [each.model_copy(update={"reward_source": "second" if each.step > 1 else "first"}) for each in found]
+    best = evaluations.best_of(EvaluationConfig(), found)
+    assert best and best.step == 3
+    assert evaluations.best_of(EvaluationConfig(), found[:2]) == found[1]
+    assert not evaluations.has_stalled(EvaluationConfig(patience=2), found)
+    assert evaluations.has_stalled(EvaluationConfig(patience=1), found)
+    older = [each.model_copy(update={"reward_source": ""}) for each in found[:2]]
+    assert evaluations.best_of(EvaluationConfig(), [*older, *found[2:]]) == older[1], "an older version did not record it"
+
+
 def test_better_means_by_more_than_min_delta() -> None:
     assert stalls([0.5, 0.52], patience=1, min_delta=0.02)
     assert not stalls([0.5, 0.53], patience=1, min_delta=0.02)

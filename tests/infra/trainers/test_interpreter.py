@@ -8,6 +8,7 @@ import pytest
 import shared
 
 from infra.config import ExportConfig
+from infra.models import base_model
 from infra.processes.children import ProgramFailed
 from infra.settings import settings
 from infra.store.files import write
@@ -16,7 +17,9 @@ from tasks.runs.finish_run import export
 
 
 def merges(workspace: Path) -> None:
-    export(ExportConfig(what="merged"), shared.written_adapter("{}"), workspace / "export")
+    adapter = shared.written_adapter("{}")
+    adapter = adapter.model_copy(update={"base": base_model.reference(adapter.base.id)})
+    export(ExportConfig(what="merged"), adapter, workspace / "export")
 
 
 def computes_logprobs_again(workspace: Path) -> None:

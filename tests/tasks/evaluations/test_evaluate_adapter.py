@@ -11,6 +11,7 @@ from infra.data import dataset
 from infra.data.prompts import num_overlapping
 from infra.engines.scripted import ScriptedEngine
 from infra.failures import EngineUnavailable
+from infra.rewards import client
 from infra.runs import evaluations
 from infra.runs.eval_figures import mean_pass_at_k, pass_at_k
 from infra.runs.lineage import adapter_at
@@ -119,6 +120,23 @@ def test_questions_that_changed_are_another_exam_s(config: RunConfig, tmp_path: 
     other = config.but(evaluation=config.evaluation.but(num_prompts=11))
     assert evaluate_adapter.fn(other.engine, other.eval_config, other.data, adapter_at(other, 0)).eval_digest != made.eval_digest
     ScriptedEngine.stop_in(workspace)
+
+
+def test_an_exam_says_which_state_of_the_reward_it_was_scored_by_and_warns_of_others(
+    config: RunConfig, tmp_path: Path, workspace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "mine.py"
+    config = config.but(reward=config.reward.but(name=f"{place}:score"), evaluation=EvaluationConfig(num_prompts=4))
+    adapter, made = adapter_at(config, 0), []
+    for version, value in enumerate((1.0, 0.5)):
+        place.write_text(f"def score(*, completion):\n    return {value}\n")
+        asked = adapter.model_copy(update={"version": version})
+        made.append(evaluate_adapter.fn(config.engine, config.eval_config, config.data, asked))
+    client.close_all()
+    ScriptedEngine.stop_in(workspace)
+    assert [each.mean_reward for each in made] == [1.0, 0.5] and len({each.reward_source for each in made} - {""}) == 2
+    assert "adapter 0 was evaluated by another state of the reward" in caplog.text
+    assert evaluations.best_of(config.evaluation, evaluations.of_run("mine", config.eval_config)) == made[1]
 
 
 def test_an_exam_that_was_interrupted_asks_only_what_is_missing(config: RunConfig, workspace: Path) -> None:

@@ -10,6 +10,8 @@ from turns import engine_dies_at
 from infra.config import DataConfig, EngineConfig, EnvironmentConfig, EvaluationConfig, RunConfig
 from infra.engines.scripted import ScriptedEngine
 from infra.failures import EngineUnavailable
+from infra.gateway.session.calls import CallRecord
+from infra.gateway.session.records import TurnJournal
 from infra.rewards import client
 from infra.runs import evaluations
 from infra.runs.lineage import adapter_at
@@ -67,6 +69,40 @@ def test_an_evaluation_with_an_environment_plays_its_questions(config: RunConfig
         == fmean(sample.num_sampled_tokens for sample in greedy)
         < fmean(len(sample.output_tokens) for sample in greedy)
     )
+
+
+CALLS = """
+from infra.environments.tools import tool
+
+@tool(idempotent=True)
+def look(place: int) -> str:
+    return "nothing"
+
+class Game:
+    def reset(self, task):
+        return "<say>" + look(place=1) + "</say>"
+
+    def step(self, action):
+        return "", 1.0, True
+"""
+
+
+def test_equal_calls_of_tools_have_other_keys_in_another_evaluation_and_in_its_sampled_answers(
+    config: RunConfig, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workspace / "game.py").write_text(CALLS)
+    keys: dict[str, int] = {}
+    add_call = TurnJournal.add_call
+
+    def noted(journal: TurnJournal, call: CallRecord) -> None:
+        keys[call.key] = keys.get(call.key, 0) + 1
+        add_call(journal, call)
+
+    monkeypatch.setattr(TurnJournal, "add_call", noted)
+    for version in range(2):
+        adapter = adapter_at(config, 0).model_copy(update={"version": version})
+        evaluate_adapter.fn(config.engine, config.eval_config, config.data, adapter)
+    assert len(keys) == 2 * (4 + 8) and set(keys.values()) == {2}, "each call is on record before it is made, and with its result"
 
 
 def test_an_evaluation_counts_an_episode_once_where_each_turn_is_a_trajectory(config: RunConfig) -> None:

@@ -9,6 +9,8 @@ import pytest
 import safetensors.numpy
 
 from infra.config import DataConfig, EngineConfig, RunConfig
+from infra.data.prompt_batch import drawn
+from infra.data.prompts import counts_of
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY
 from infra.megatron.protocol.optimizer_files import MOMENTS
 from infra.records import AdapterVersion, EngineRan, File, PromptBatch, Rollouts, ScoredRollouts, TrainBatch, TrainerRan
@@ -187,6 +189,20 @@ def test_a_name_that_is_in_use_is_refused(manifest: Manifest, config: RunConfig)
     assert "this replay is committed in it" in refusal_of(name="new")
     assert refusal_of(name="no/name").startswith("name: run name 'no/name' must be")
     assert "cannot be set to 'other' as well" in refusal_of("name=other", name="third")
+
+
+def test_the_steps_after_a_replay_that_took_prompts_over_draw_from_the_same_data_set(
+    manifest: Manifest, config: RunConfig, model_folder: Path
+) -> None:
+    """Here the data set has changed since: the new run would begin with rows of the old one and go on with the new one's."""
+    content = manifest.model_dump(mode="json")
+    content["prompts"]["rows"] = counts_of(config.training, model_folder).model_dump()
+    write_json(run_folder("old") / "steps/000001" / MANIFEST, content)
+    _, step, adapter, _ = begin_replay.fn("old", 1, "score", "new", [])
+    with pytest.raises(ValueError, match=r"has changed since run 'new' drew from it first: .* recorded was f\."):
+        drawn(config.training, step.model_copy(update={"index": 2}), adapter)
+    _, step, adapter, _ = begin_replay.fn("old", 1, "draw_prompts", "other", [])
+    assert drawn(config.training, step, adapter).num_prompts == 2
 
 
 def test_a_field_or_value_that_cannot_be_is_refused(manifest: Manifest) -> None:

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import pytest
 import shared
 
 from infra.config import ExportConfig
@@ -20,3 +21,10 @@ def test_an_exported_adapter_names_its_base_model_so_that_peft_can_load_it(works
         "base_model_name_or_path": str(workspace / "models/tiny"),
     }
     assert (workspace / "export/adapter" / ADAPTER_WEIGHTS).read_bytes() == b"weights"
+
+
+def test_an_adapter_is_not_merged_into_a_base_model_that_has_changed(workspace: Path, model_folder: Path) -> None:
+    shutil.copytree(model_folder, workspace / "models/tiny")
+    with pytest.raises(ValueError, match=r"base model 'tiny' is not what run 'r' was begun with: .*, recorded was 0\. Put"):
+        export(ExportConfig(what="merged"), shared.written_adapter("{}"), workspace / "export")
+    assert not (workspace / "export/merged").exists()

@@ -106,7 +106,6 @@ def test_what_else_decides_a_result_is_in_the_key(tmp_path: Path, monkeypatch: p
     def key_with(text: str) -> str:
         (tmp_path / "reward_of_this_test.py").write_text(text)
         monkeypatch.delitem(sys.modules, "reward_of_this_test", raising=False)
-        code_digest.digest_of_file.cache_clear()
         return key_of(score, config=RewardConfig(name="reward_of_this_test.mine"), rollouts=SCORED)
 
     keys = [key_with(f"def mine(*, question, completion, answer): return {reward}") for reward in ("1.0", "0.25", "1.0")]
