@@ -121,7 +121,10 @@ def _first_alike(config: RunConfig, num_committed: int) -> int:
     remembered by them."""
     layout, processor = remembered.layout_key(config.engine, config.trainer), devices.processor()
     for step in reversed(range(lineage.first_step(config.name), num_committed)):
-        made = read_manifest(step_folder_of(config.name, step))
+        try:
+            made = read_manifest(step_folder_of(config.name, step))
+        except ValueError:  # of another version of Ratchet
+            return step + 1
         if remembered.layout_key(made.config.engine, made.config.trainer) != layout or made.machine.get("processor") != processor:
             return step + 1
     return lineage.first_step(config.name)

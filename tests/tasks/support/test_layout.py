@@ -160,23 +160,25 @@ FIGURES |= {"time/roll_out_s": 1.5, "time/step_s": 5.0}
 
 
 @pytest.mark.usefixtures("workspace")
-@pytest.mark.parametrize("moved", [False, True], ids=["other layout", "other machine"])
+@pytest.mark.parametrize("earlier", ["other layout", "other machine", "another version's manifest"])
 def test_rates_are_remembered_of_the_steps_made_as_the_last_one_was(
-    moved: bool, monkeypatch: pytest.MonkeyPatch, model_folder: Path
+    earlier: str, monkeypatch: pytest.MonkeyPatch, model_folder: Path
 ) -> None:
     """A run goes on with more replicas, or on another machine: what its earlier steps measured is no rate of these."""
-    config = run_of("engine.kind=scripted", f"model={model_folder}")
+    config, moved = run_of("engine.kind=scripted", f"model={model_folder}"), earlier != "other layout"
     start = AdapterVersion(
         run="mine", version=0, base=BaseModelRef(id="m", sha256="b"), rank=8, alpha=16, target_modules=("q_proj",), seed=0
     )
     for step in range(6):
         before = step < 3
-        monkeypatch.setattr(devices, "processor", lambda before=before: "old" if moved and before else "new")
+        monkeypatch.setattr(devices, "processor", lambda before=before: "old" if earlier == "other machine" and before else "new")
         made = config if moved or not before else changed(config, ["trainer.num_processes=2"])
         start = start.model_copy(update={"version": step})
         write_manifest(made, start, start.model_copy(update={"version": step + 1}))
         tokens_per_s = 1000.0 if before else 100.0
         write_json(step_folder_of("mine", step) / "report.json", {"metrics": FIGURES | {"rollout/tokens_per_s": tokens_per_s}})
+        if before and "version" in earlier:
+            write_json(step_folder_of("mine", step) / "manifest.json", {"run": "mine"})
     layout.remember_rates(config, 6)
     (found,) = remembered.measured_of(config, model_in(model_folder)).values()
     assert (found.num_steps, found.engine_tokens_per_s) == (2, 100.0), "the first one of the three started the programs"
