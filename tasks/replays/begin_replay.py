@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -137,17 +138,24 @@ def _identity(origin: Origin) -> dict[str, object]:
 def found_run(origin: Origin, config: RunConfig, taken: list[File]) -> None:
     """Make the new run's folder atomically, with copies of the reused files."""
     staging = files.fresh_folder(runs_folder() / f".{config.name}.partial")
-    for file in taken:
-        target = place_in(staging, file)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(files.path_of(file), target)
-        if target.name == ADAPTER_WEIGHTS and not target.with_name(ADAPTER_CONFIG).exists():  # the record may not include it
-            shutil.copyfile(files.path_of(file).with_name(ADAPTER_CONFIG), target.with_name(ADAPTER_CONFIG))
+    take_over(taken, staging)
     write_json(RunFolder(staging).config, config.model_dump(mode="json"))
     write_json(RunFolder(staging).origin, origin.model_dump(mode="json"))
     files.new_id(staging)
     set_aside_payments(config.name)
     files.publish_folder(staging, run_folder(config.name))
+
+
+def take_over(taken: list[File], folder: Path) -> None:
+    """Copy the reused files into the folder of a run, as far as they are not there: a drop of the replayed step removes them."""
+    for file in taken:
+        source, target = files.path_of(file), place_in(folder, file)
+        pairs = [(source, target)]
+        if target.name == ADAPTER_WEIGHTS:  # the record may not include its configuration
+            pairs.append((source.with_name(ADAPTER_CONFIG), target.with_name(ADAPTER_CONFIG)))
+        for original, copy in pairs:
+            if not copy.exists():
+                files.write_by(partial(shutil.copyfile, original), copy, what=f"a copy of {original}")
 
 
 def program_differences(manifest: Manifest, config: RunConfig, first: TaskName) -> tuple[str, ...]:
@@ -230,7 +238,9 @@ def begin_replay(
     plan = plan_replay(run, step, first, name, overrides, checks=False)
     for difference in plan.origin.replayed_from.differences:
         log.warning("not as it was when step %d of run %s was made: %s", step, run, difference)
-    if not plan.is_begun:
+    if plan.is_begun:
+        take_over(plan.taken, run_folder(name))
+    else:
         found_run(plan.origin, plan.config, plan.taken)
     log.info("replay of step %d of run %s from %s, as run %s", step, run, first, name)
     return plan.config, start_step(plan.config, step), plan.origin.adapter, plan.kept
