@@ -210,8 +210,11 @@ def _content(folder: Path) -> str:
 
 
 def delivered_adapters(run: str) -> set[int]:
-    """Versions whose files the store has; the adapter that step k made is version k + 1."""
-    return {int(path.parent.name) + 1 for path in RunFolder.of(run).steps.glob(f"[0-9]*/{DELIVERED}")}
+    """Versions whose files the run's store has; the adapter that step k made is version k + 1. A store to which the run has just moved has only what
+    it got itself."""
+    address = mlflow_address.of(run)
+    notes = RunFolder.of(run).steps.glob(f"[0-9]*/{DELIVERED}")
+    return {int(path.parent.name) + 1 for path in notes if address in (None, read_json(path).get("uri"))}
 
 
 def _mlflow_run(client: "MlflowClient", run: str) -> str:

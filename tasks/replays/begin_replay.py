@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -141,12 +142,7 @@ def found_run(origin: Origin, config: RunConfig, taken: list[File], prompts: Pro
     prompts: Those that are taken over: the run's next steps must draw from the same data set. None: it draws its own.
     """
     staging = files.fresh_folder(runs_folder() / f".{config.name}.partial")
-    for file in taken:
-        target = place_in(staging, file)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(files.path_of(file), target)
-        if target.name == ADAPTER_WEIGHTS and not target.with_name(ADAPTER_CONFIG).exists():  # the record may not include it
-            shutil.copyfile(files.path_of(file).with_name(ADAPTER_CONFIG), target.with_name(ADAPTER_CONFIG))
+    take_over(taken, staging)
     write_json(RunFolder(staging).config, config.model_dump(mode="json"))
     write_json(RunFolder(staging).origin, origin.model_dump(mode="json"))
     if prompts and prompts.rows:  # an older version counted none
@@ -155,6 +151,18 @@ def found_run(origin: Origin, config: RunConfig, taken: list[File], prompts: Pro
     files.new_id(staging)
     set_aside_payments(config.name)
     files.publish_folder(staging, run_folder(config.name))
+
+
+def take_over(taken: list[File], folder: Path) -> None:
+    """Copy the reused files into the folder of a run, as far as they are not there: a drop of the replayed step removes them."""
+    for file in taken:
+        source, target = files.path_of(file), place_in(folder, file)
+        pairs = [(source, target)]
+        if target.name == ADAPTER_WEIGHTS:  # the record may not include its configuration
+            pairs.append((source.with_name(ADAPTER_CONFIG), target.with_name(ADAPTER_CONFIG)))
+        for original, copy in pairs:
+            if not copy.exists():
+                files.write_by(partial(shutil.copyfile, original), copy, what=f"a copy of {original}")
 
 
 def program_differences(manifest: Manifest, config: RunConfig, first: TaskName) -> tuple[str, ...]:
@@ -237,7 +245,9 @@ def begin_replay(
     plan = plan_replay(run, step, first, name, overrides, checks=False)
     for difference in plan.origin.replayed_from.differences:
         log.warning("not as it was when step %d of run %s was made: %s", step, run, difference)
-    if not plan.is_begun:
+    if plan.is_begun:
+        take_over(plan.taken, run_folder(name))
+    else:
         found_run(plan.origin, plan.config, plan.taken, plan.kept.prompts)
     log.info("replay of step %d of run %s from %s, as run %s", step, run, first, name)
     return plan.config, start_step(plan.config, step), plan.origin.adapter, plan.kept

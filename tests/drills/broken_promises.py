@@ -614,6 +614,15 @@ BREAKAGES = (
     ),
     Breakage(
         "4 replay",
+        "a replayed step that was dropped cannot be replayed again: the files that it takes over went with it",
+        "tasks/replays/begin_replay.py",
+        "        take_over(plan.taken, run_folder(name))\n",
+        "        pass\n",
+        "tests/tasks/replays/test_begin_replay.py::"
+        "test_a_replayed_step_that_was_dropped_is_replayed_again_with_the_files_that_it_takes_over",
+    ),
+    Breakage(
+        "4 replay",
         "MLflow's aliases best and last name adapters of dropped steps",
         "infra/tracking/model_registry.py",
         "return report is not None and report.adapter.sha256 == version.tags[SHA256_TAG]",
@@ -1347,6 +1356,15 @@ BREAKAGES = (
         "    if digest not in known:",
         "    if False:",
         "tests/infra/runs/accounting/test_unused.py::test_a_rollout_that_is_made_again_with_other_inputs_is_counted_once",
+    ),
+    Breakage(
+        "13 a copy is what was copied",
+        "retention removes an adapter that the MLflow to which the run has moved did not get",
+        "infra/tracking/mlflow_store.py",
+        'if address in (None, read_json(path).get("uri"))',
+        "if True",
+        "tests/infra/tracking/test_mlflow_store.py::"
+        "test_adapters_that_a_store_did_not_get_stay_on_the_disk_when_the_run_has_moved_there",
     ),
     Breakage(
         "13 a copy is what was copied",

@@ -20,7 +20,7 @@ from infra.settings import settings
 from infra.store.files import new_id, read_json, record_of, write, write_json, write_json_lines
 from infra.store.layout import adapter_folder, run_folder
 from infra.store.samples import write_samples
-from infra.tracking import delivery_report, mlflow_store, overview
+from infra.tracking import delivery_report, mlflow_address, mlflow_store, overview
 
 RUN = "r"
 
@@ -426,6 +426,19 @@ def test_an_adapter_that_the_store_does_not_have_is_not_registered(workspace: Pa
     shutil.rmtree(adapter_folder(RUN, 1))
     mlflow_store.deliver(RUN)
     assert registered(MlflowClient(mlflow_store.uri(), mlflow_store.uri())) == {"2": "best last"}
+
+
+def test_adapters_that_a_store_did_not_get_stay_on_the_disk_when_the_run_has_moved_there(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention removes what is delivered; the store before may be gone."""
+    monkeypatch.chdir(tmp_path)  # MLflow puts artifacts of such a store there
+    commit(0, 0.3)
+    mlflow_store.deliver(RUN)
+    assert mlflow_store.delivered_adapters(RUN) == {1}
+    mlflow_address.write(RUN, f"sqlite:///{tmp_path}/other.db")
+    assert mlflow_store.delivered_adapters(RUN) == set()
+    assert mlflow_store.deliver(RUN) and mlflow_store.delivered_adapters(RUN) == {1}
 
 
 def test_the_description_says_how_the_run_does_and_is_kept_up_to_date(workspace: Path) -> None:

@@ -14,9 +14,10 @@ from infra.data.prompts import counts_of
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY
 from infra.megatron.protocol.optimizer_files import MOMENTS
 from infra.records import AdapterVersion, EngineRan, File, PromptBatch, Rollouts, ScoredRollouts, TrainBatch, TrainerRan
+from infra.runs import lineage
 from infra.runs.lineage import adapter_at, base_version, next_step
 from infra.runs.manifest import Manifest, environment
-from infra.runs.replay import TASKS
+from infra.runs.replay import TASKS, files_in
 from infra.store.files import path_of, read_json, record_of, verified, write, write_json
 from infra.store.layout import MANIFEST, adapter_folder, run_folder
 from infra.telemetry import program_versions
@@ -273,6 +274,15 @@ def test_a_replay_that_was_interrupted_while_files_were_copied_is_begun_again(ma
     assert not (workspace / "runs/.new.partial").exists()
     assert kept.batch is not None and kept.batch.file.path == "runs/new/steps/000001/batch.safetensors"
     assert begin_replay.fn("old", 1, "train", "new", []) == (config, step, adapter, kept)
+
+
+def test_a_replayed_step_that_was_dropped_is_replayed_again_with_the_files_that_it_takes_over(manifest: Manifest) -> None:
+    """The drop says that the run goes on with it."""
+    begin_replay.fn("old", 1, "train", "new", [])
+    lineage.drop("new", 1)
+    *_, adapter, kept = begin_replay.fn("old", 1, "train", "new", [])
+    taken = files_in(adapter, kept.rollouts, kept.batch)
+    assert all(verified(file).exists() for file in taken) and len(taken) > 4
 
 
 def test_a_run_that_began_with_a_replay_counts_its_steps_from_there(manifest: Manifest) -> None:
