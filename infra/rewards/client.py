@@ -22,6 +22,7 @@ from infra.rewards.outcome import Outcome
 from infra.rewards.signatures import Form
 from infra.rewards.worker import Spec
 from infra.settings import CHECKOUT
+from infra.store import code_digest
 from infra.store.layout import Workspace
 
 log = logging.getLogger(__name__)
@@ -174,12 +175,20 @@ def opened(
     """Return the pool of a reward, which is started unless this process has it. one_at_a_time, python: See judge.
 
     digest: Of the reward's source: a pool that imported another state of it is not used.
+
+    Raises:
+        RewardFailed: where a new program would import another state of it.
     """
     spec = _spec_of(config, function, one_at_a_time=one_at_a_time)
     key = (os.getpid(), json.dumps(spec), config.environment, digest, python)
     with _LOCK:
         found = _POOLS.pop(key, None)
         if found is None or not found.is_open:
+            if changed := code_digest.changed_since(digest):
+                raise RewardFailed(
+                    f"reward {function.name!r}: {', '.join(map(str, changed))} has changed since this process began to score with it; run the "
+                    "same again, and what is not committed is scored by the changed file"
+                )
             for other in list(_POOLS)[: max(0, len(_POOLS) - MAX_POOLS + 1)]:
                 _POOLS.pop(other).close()
             found = RewardPool(spec, child_environment.of_rewards(config.environment), python)

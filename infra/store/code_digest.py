@@ -22,6 +22,8 @@ from infra.store.installed import is_installed
 
 PACKAGES = ("flows", "tasks", "infra")
 _PARSING = threading.Lock()
+_FOREIGN: dict[str, dict[Path, str]] = {}
+"""By digest of code that is not ours: the digests of its source files."""
 
 
 # Perf: 0.35 s, paid once in a process (CPU, docs/history/log.md).
@@ -41,6 +43,10 @@ def by_file(*modules: str) -> dict[str, str]:
 @cache
 def digest_of_file(path: Path) -> str:
     """SHA-256 of a source file's syntax tree, in hex: comments, docstrings and layout do not count."""
+    return _digest_now(path)
+
+
+def _digest_now(path: Path) -> str:
     return hashlib.sha256(ast.dump(_without_docstrings(_parsed(path))).encode()).hexdigest()
 
 
@@ -74,11 +80,17 @@ def digest_of_foreign(module: str, path: Path | None = None, folder: Path | None
             files[name] = found
             package = name if found.name == "__init__.py" else name.rpartition(".")[0]
             waiting += [*_parents(name), *(_imports_of(found, package) if found.suffix == ".py" else ())]
-    lines = [
-        f"{name} {digest_of_file(file) if file.suffix == '.py' else sha256_of(file)}\n" for name, file in sorted(files.items())
-    ]
+    digests = {name: digest_of_file(file) if file.suffix == ".py" else sha256_of(file) for name, file in sorted(files.items())}
+    lines = [f"{name} {found}\n" for name, found in digests.items()]
     lines += [f"{name} {_version_of(name)}\n" for name in sorted(packages)]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    whole = hashlib.sha256("".join(lines).encode()).hexdigest()
+    _FOREIGN[whole] = {files[name]: found for name, found in digests.items() if files[name].suffix == ".py"}
+    return whole
+
+
+def changed_since(digest: str) -> list[Path]:
+    """Return the source files of a digest of digest_of_foreign that are others now. A process keeps the digests with which it began."""
+    return [path for path, before in _FOREIGN.get(digest, {}).items() if not path.exists() or _digest_now(path) != before]
 
 
 def _file_of(name: str, folder: Path | None) -> Path | None:

@@ -1,6 +1,7 @@
 """Evaluate an adapter on the questions of one set: greedy answers, sampled ones, or both; see infra/runs/eval_figures.py for the figures."""
 
 import hashlib
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -28,7 +29,7 @@ from infra.reporting import brief_lines
 from infra.rewards.judges.ledger import evaluation_work
 from infra.runs import eval_figures, evaluations
 from infra.runs.eval_figures import rewards_of
-from infra.store.files import record_of, write_json_lines
+from infra.store.files import path_of, read_json, record_of, write_json_lines
 from infra.store.layout import EvaluationFolder
 from infra.store.samples import Sample, episodes_of, groups_of, read_samples, write_samples
 from tasks import rewards
@@ -39,6 +40,11 @@ from tasks.rewards.by_model import JudgedWork
 from tasks.support.caching import cached
 from tasks.support.episode_rollout import Journals, made_from_episodes, played, request_of, source_of
 from tasks.support.retries import BACKOFF, MAX_RETRIES, worth_another_try
+
+log = logging.getLogger(__name__)
+
+CODE = "reward_source"
+"""Beside the record in evaluation.json, as in a step's manifest."""
 
 
 def check_questions(eval_config: EvalConfig, run: str, now: str) -> None:
@@ -108,11 +114,31 @@ def also_decided_by(inputs: dict[str, Any]) -> str:
 
 def _sources(eval_config: EvalConfig) -> str:
     """Digests of a user's code and data that give questions and rewards."""
+    code = _code(eval_config)
+    return code if eval_config.inspect else code + dataset.fingerprint(eval_config.data)
+
+
+def _code(eval_config: EvalConfig) -> str:
+    """Digests of a user's code that gives rewards; empty where there is none."""
     if eval_config.inspect:
         return running.source_of(eval_config.inspect)
     environment = eval_config.environment
-    code = source_of(environment) if environment else rewards.source_digests(eval_config.reward)
-    return code + dataset.fingerprint(eval_config.data)
+    return source_of(environment) if environment else rewards.source_digests(eval_config.reward)
+
+
+def warn_of_other_code(eval_config: EvalConfig, adapter: AdapterVersion) -> None:
+    """Warn if earlier evaluations of the run had their rewards from other code: the best adapter is chosen among all of them."""
+    now, others = _code(eval_config), list[int]()
+    for each in evaluations.of_run(adapter.run, eval_config):
+        known = read_json(EvaluationFolder(path_of(each.file).parent).record).get(CODE)
+        if each.step != adapter.version and known not in (None, now):
+            others.append(each.step)
+    if others:
+        log.warning(
+            "the code that gives the rewards has changed since adapters %s of run %s were evaluated: their figures are compared with those of "
+            "adapter %d all the same; `ratchet evaluate %s --adapter %d` makes them again",
+            ", ".join(map(str, others)), adapter.run, adapter.version, adapter.run, others[0],
+        )  # fmt: skip
 
 
 @task(
@@ -138,7 +164,9 @@ def evaluate_adapter(engine: EngineConfig, eval_config: EvalConfig, training: Da
     before = [each for each in evaluations.of_run(adapter.run, eval_config) if each.step < adapter.version]
     seconds = time.monotonic() - begun
     by_model.keep_paid(folder.paid, adapter.run, evaluation_work(adapter.version))
-    evaluations.write(folder.path, made, eval_config=eval_config.model_dump(mode="json"), at=time.time(), seconds=seconds)
+    warn_of_other_code(eval_config, adapter)
+    about = {"eval_config": eval_config.model_dump(mode="json"), CODE: _code(eval_config)}
+    evaluations.write(folder.path, made, **about, at=time.time(), seconds=seconds)
     for path in wanted:
         _journal(path).unlink(missing_ok=True)
         _scores_journal(path).unlink(missing_ok=True)

@@ -854,6 +854,22 @@ BREAKAGES = (
         "tests/tasks/test_scored_ahead.py::test_complete_groups_are_scored_in_the_rollout_and_the_result_is_that_of_scoring_afterwards",
     ),
     Breakage(
+        "9 only what was sampled is trained",
+        "a reward program that is started again scores by a file that was changed meanwhile, in the name of the old one",
+        "infra/rewards/client.py",
+        "if changed := code_digest.changed_since(digest):",
+        "if changed := []:",
+        "tests/tasks/test_reward_files.py::test_a_changed_file_is_not_taken_for_what_the_process_began_with",
+    ),
+    Breakage(
+        "9 only what was sampled is trained",
+        "evaluations with rewards by other code are compared without a word",
+        "tasks/evaluations/evaluate_adapter.py",
+        "    warn_of_other_code(eval_config, adapter)\n",
+        "    pass\n",
+        "tests/tasks/evaluations/test_evaluate_adapter.py::test_rewards_by_changed_code_are_told_apart",
+    ),
+    Breakage(
         "8 could not be judged is never 0",
         "a score goes to a sample with the same number and another answer",
         "infra/rewards/scores.py",

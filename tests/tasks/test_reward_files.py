@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from infra.config import DataConfig, RewardConfig
+from infra.failures import RewardFailed
 from infra.rewards import client
 from infra.rewards.outcome import Outcome
 from infra.store import code_digest
@@ -52,6 +53,26 @@ def test_files_of_one_name_have_their_own_modules_also_those_imported_later(tmp_
     assert [scored(name) for name in names] == [1.1, 2.2, 3.3]
     assert [scored(name) for name in names] == [1.1, 2.2, 3.3]
     assert not {str(tmp_path / "a"), str(tmp_path / "b")} & set(sys.path)
+
+
+def test_a_changed_file_is_not_taken_for_what_the_process_began_with(tmp_path: Path) -> None:
+    """The program that imported it lives as long as the process; another one, in its place, would score in the name of the old file."""
+    mine, name = tmp_path / "mine.py", f"{tmp_path}/mine.py:score"
+    mine.write_text(REWARD.format("helper.VALUE").replace("def", "import helper\ndef", 1))
+    helper = tmp_path / "helper.py"
+    helper.write_text("VALUE = 1.0\n")
+    assert scored(name) == 1.0
+    helper.write_text("VALUE = 2.0\n")
+    assert scored(name) == 1.0, "by the program that has imported it"
+    client.close_all()  # or it is killed, or others take its place
+    with pytest.raises(RewardFailed, match=r"reward '.*mine.py:score': .*helper.py has changed since this process began"):
+        scored(name)
+    helper.write_text("VALUE = 1.0  # as it was\n")
+    assert scored(name) == 1.0
+    client.close_all()
+    helper.write_text("VALUE = 2.0\n")
+    code_digest.digest_of_file.cache_clear()  # another process
+    assert scored(name) == 2.0
 
 
 def test_a_module_on_pythonpath_is_not_mixed_up_with_a_file_with_one_of_its_name(

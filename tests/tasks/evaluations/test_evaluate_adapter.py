@@ -14,6 +14,7 @@ from infra.failures import EngineUnavailable
 from infra.runs import evaluations
 from infra.runs.eval_figures import mean_pass_at_k, pass_at_k
 from infra.runs.lineage import adapter_at
+from infra.store import code_digest
 from infra.store.files import read_json
 from infra.store.samples import Sample, read_samples, write_samples
 from tasks.evaluations.compare_adapters import difference
@@ -101,6 +102,28 @@ def test_questions_that_are_trained_on_are_counted(config: RunConfig, tmp_path: 
     own = prompts.held_out(config.eval_config.data, Path(config.model))
     assert num_overlapping(own, config.eval_config.data, config.data) == 0
     assert num_overlapping(own, config.eval_config.data, config.eval_config.data) == 12
+
+
+def test_rewards_by_changed_code_are_told_apart(
+    config: RunConfig, tmp_path: Path, workspace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step is scored by the changed file too; figures of evaluations are compared."""
+    reward = tmp_path / "mine.py"
+    reward.write_text("def score(*, completion):\n    return 1.0\n")
+    config = config.but(
+        reward=config.reward.but(name=f"{reward}:score"), evaluation=EvaluationConfig(num_prompts=2, num_samples=0)
+    )
+    base = adapter_at(config, 0)
+    first = evaluate_adapter.fn(config.engine, config.eval_config, config.data, base)
+    evaluate_adapter.fn(config.engine, config.eval_config, config.data, base)
+    assert "has changed" not in caplog.text and first.mean_reward == 1.0
+    reward.write_text("def score(*, completion):\n    return 0.5\n")
+    code_digest.digest_of_file.cache_clear()  # another process
+    later = base.model_copy(update={"version": 3})
+    evaluate_adapter.fn(config.engine, config.eval_config, config.data, later)
+    ScriptedEngine.stop_in(workspace)
+    assert "has changed since adapters 0 of run mine were evaluated" in caplog.text
+    assert "`ratchet evaluate mine --adapter 0` makes them again" in caplog.text
 
 
 def test_questions_that_changed_are_another_exam_s(config: RunConfig, tmp_path: Path, workspace: Path) -> None:
