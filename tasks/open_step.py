@@ -6,14 +6,13 @@ from prefect import task
 
 from infra.concurrency.prefetch import Prefetch
 from infra.config import RunConfig
-from infra.models import base_model
 from infra.records import AdapterVersion, Step
 from infra.runs import lineage, replay
 from infra.runs.foreign_adapters import judge_adapter
 from infra.runs.lineage import adapter_at
 from infra.runs.opening import start_step
 from tasks.support.caching import NO_CACHE
-from tasks.support.preflight import open_run
+from tasks.support.preflight import check_base, open_run
 
 log = logging.getLogger(__name__)
 
@@ -40,16 +39,7 @@ def open_step(config: RunConfig, step: int | None, prefetch: Prefetch | None = N
             f"step {step} of run {config.name!r} cannot be made now: {following} steps are committed, the next is {following}"
         )
     adapter = adapter_at(config, following)
-    _check_base(config, adapter)
+    check_base(config, adapter)
     if judge_adapter.uses(config.reward):
         judge_adapter.prepared(config.reward.judge, adapter.base)  # before the rollout: its canary takes a while
     return start_step(config, following, prefetch), adapter
-
-
-def _check_base(config: RunConfig, adapter: AdapterVersion) -> None:
-    """Check that the base model is unchanged. Earlier adapters do not fit a folder that was overwritten or a hub model that moved."""
-    if (found := base_model.reference(config.model).sha256) != adapter.base.sha256:
-        raise ValueError(
-            f"base model {config.model!r} is not what run {config.name!r} was begun with: the digest of its files is {found}, recorded was "
-            f"{adapter.base.sha256}. Put the files back, or begin another run"
-        )

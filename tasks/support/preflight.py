@@ -21,7 +21,8 @@ from infra.mirror import copying
 from infra.mirror.ownership import check_is_ours
 from infra.models import base_model
 from infra.models.architecture import Architecture, layout_problem, read_architecture, serving_problem
-from infra.runs import start_adapter
+from infra.records import AdapterVersion
+from infra.runs import lineage, start_adapter
 from infra.runs.foreign_adapters import judge_adapter
 from infra.runs.opening import open_config
 from infra.runs.replay import TASKS
@@ -258,13 +259,32 @@ def check_run(config: RunConfig) -> None:
         check_with_evaluation(config)
     else:
         check(config)
-    check_is_ours(config.name)
+    _check_going_on(config)
 
 
 def check_step(config: RunConfig) -> None:
     """Check a step as `check` does, and that no other machine makes its run."""
     check(config)
+    _check_going_on(config)
+
+
+def _check_going_on(config: RunConfig) -> None:
+    """Check that no other machine makes a run that has steps, and that its base model is theirs."""
     check_is_ours(config.name)
+    if step := lineage.next_step(config.name):
+        adapter = lineage.adapter_at(config, step)
+        if adapter.base.id == config.model:  # another one is a changed configuration, which says so itself
+            check_base(config, adapter)
+
+
+def check_base(config: RunConfig, adapter: AdapterVersion) -> None:
+    """Check that the base model is that of an adapter. It may be overwritten, moved at the hub, or another machine's."""
+    if (found := base_model.reference(config.model).sha256) != adapter.base.sha256:
+        raise ValueError(
+            f"base model {config.model!r} is not what run {config.name!r} was begun with: the digest of its files is {found}, recorded was "
+            f"{adapter.base.sha256}. Put the files back (on another machine: those of the first) into {base_model.locate(config.model)}, or begin "
+            "another run"
+        )
 
 
 def check_with_evaluation(config: RunConfig) -> None:
