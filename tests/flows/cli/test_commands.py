@@ -16,6 +16,7 @@ from flows.run import rl_run
 from infra.config import RunConfig
 from infra.engines.journal import Journal
 from infra.engines.scripted import ScriptedEngine
+from infra.processes import gpu_programs
 from infra.runs import lineage, run_state
 from infra.settings import CHECKOUT, settings
 from infra.store.files import read_json
@@ -264,11 +265,17 @@ def test_a_run_is_stopped_at_once(made: RunConfig, capsys: pytest.CaptureFixture
     assert (settings().workspace / "cut.log").read_text().splitlines()[-1].startswith("interrupted: run cut has stopped")
 
 
-def test_drop_and_rm_remove_what_they_name(made: RunConfig) -> None:
+def test_drop_and_rm_remove_what_they_name(
+    made: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     ratchet("replay", NAME, "0", "--name", "copy", "--from", "train")
     assert "1 of its steps" not in ratchet("runs")
     assert "needs an answer, and stdin is no terminal" in ratchet("rm", "copy", rc=2)
     assert run_folder("copy").exists()
+    monkeypatch.setattr(gpu_programs, "end_leftovers", lambda: pytest.fail("ended programs before the step was looked for"))
+    with pytest.raises(SystemExit):
+        run(["drop", "copy", "--from", "9"])
+    assert "run 'copy' has no step 9 that could be dropped; its steps are 0" in capsys.readouterr().err
     text = ratchet("drop", "copy", "--from", "0")
     assert "run copy goes on with step 0" in text and not (run_folder("copy") / "steps/000000").exists()
     assert "removed run copy; what MLflow has of it stays" in ratchet("rm", "copy", "--yes")
