@@ -172,7 +172,9 @@ def test_data_shows_what_a_reward_of_ones_own_gives_the_answers(
     )
 
 
-def test_export_writes_a_peft_folder_and_replaces_nothing_else(made: RunConfig, tmp_path: Path) -> None:
+def test_export_writes_a_peft_folder_and_replaces_nothing_else(
+    made: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert f"adapter 1 of run {NAME}: {tmp_path / 'out/adapter'}" in ratchet(
         "export", NAME, "--adapter", "1", "--to", str(tmp_path / "out")
     )
@@ -180,6 +182,11 @@ def test_export_writes_a_peft_folder_and_replaces_nothing_else(made: RunConfig, 
     assert made_here.read_bytes() == (run_folder(NAME) / "adapters/000001/adapter_model.safetensors").read_bytes()
     (tmp_path / "mine/adapter").mkdir(parents=True)
     assert "is there and no export of ours" in ratchet("export", NAME, "--to", str(tmp_path / "mine"), "--adapter", "1", rc=2)
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        run(["export", NAME, "--to", str(tmp_path / "file/out"), "--adapter", "1"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"error: {tmp_path / 'file/out'} cannot be made: Not a directory; name another folder"
     assert "has the adapter versions best, latest, and 0" in ratchet("export", NAME, "--adapter", "9", rc=2)
     assert "is the base model" in ratchet("export", NAME, "--adapter", "0", rc=2)
 
