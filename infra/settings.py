@@ -146,6 +146,11 @@ class Settings(BaseSettings):
         """Programs of this machine read it in folders of their own."""
         if not url:
             return None
+        if (parts := urlsplit(url)).scheme in ("http", "https"):  # what follows the host may hold a password
+            raise ValueError(
+                f"RATCHET_STORE_URL {parts.scheme}://{parts.hostname} is a web address, which takes no files: give s3://BUCKET/FOLDER "
+                "(AWS_ENDPOINT_URL names a server that is not Amazon's), gs://, az:// or a folder"
+            )
         if "://" not in url and not Path(url).expanduser().is_absolute():
             raise ValueError(
                 f"RATCHET_STORE_URL {url!r} is no absolute path and no address: give a folder such as /mnt/shared/runs, or s3://BUCKET/FOLDER"

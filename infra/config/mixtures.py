@@ -73,7 +73,7 @@ def experts_can_be_shared(config: "RunConfig") -> None:
             trainer.mode == "per_step",
             "each step would compare all experts again, take 'persistent'",
         ),
-        f"engine.replicas {engine.replicas}": (engine.replicas != 1, one),
+        f"engine.replicas {engine.replicas or 'auto'}": (engine.replicas != 1, one),
         f"engine.tensor_parallel {engine.tensor_parallel}": (engine.tensor_parallel > 1, one),
         f"trainer.num_processes {trainer.num_processes}": (trainer.num_processes > 1, one),
         **{

@@ -264,7 +264,7 @@ def judge_takes_turns_with_the_engine(config: "RunConfig") -> None:
     engine, max_staleness = config.engine, config.trainer.loss.correction.max_staleness
     refused = {
         f"engine.kind {engine.kind!r}": (engine.kind == "vllm", "its server sleeps by SGLang's protocol; take 'sglang'"),
-        f"engine.replicas {engine.replicas}": (engine.replicas != 1, "it takes turns with one server; set it to 1"),
+        f"engine.replicas {engine.replicas or 'auto'}": (engine.replicas != 1, "it takes turns with one server; set it to 1"),
         "engine.colocation 'separate_gpus'": (
             engine.colocation == "separate_gpus",
             "the engine would never make room for it; take 'auto', or a judge that is an endpoint",

@@ -7,15 +7,19 @@ What it writes as errors is in the worker's log when it has ended, and the last 
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
+INTERPRETER = re.compile(r"python[\d.]*|bash|sh|node|perl|ruby")
+"""Programs whose first word, if it is no option, is a file."""
 MAX_LINE_BYTES = 1 << 20
 """Longest line of a reward."""
 MAX_ERROR_BYTES = 64 << 10
@@ -24,10 +28,15 @@ SHOWN = 200
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Raises ValueError if there is no such program."""
+    """Raises ValueError if there is no such program, or not the script that an interpreter is given."""
     if shutil.which(command[0]) is None:
         hint = ': give each word by itself, such as ["python3", "agent.py"]' if " " in command[0] else ""
         raise ValueError(f"program {command[0]!r} does not exist or cannot be executed{hint}")
+    script = next(iter(command[1:]), "-")
+    if INTERPRETER.fullmatch(Path(command[0]).name) and not script.startswith("-") and not Path(script).exists():
+        raise ValueError(
+            f"program {command[0]!r} is to run {script!r}, which does not exist: give its path from here, or all of it"
+        )
 
 
 def run_program(

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, NamedTuple
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
 
+from infra import engines
 from infra.machine import devices, nvml, ports
 from infra.processes import children, gpu_lock, gpu_programs
 from infra.processes.children import ProcessRef
@@ -150,12 +152,16 @@ def _ports() -> Iterator[Finding]:
         ("RATCHET_MLFLOW_PORT", settings().mlflow_port, servers.MLFLOW),
         ("RATCHET_ENGINE_PORT", settings().engine_port, "engine"),
     ):
-        if ports.is_free(port, LOOPBACK) or (name != "engine" and servers.living(name)):
+        if ports.is_free(port, LOOPBACK) or (_our_engine_has(port) if name == "engine" else servers.living(name)):
             yield Finding("ok", f"port {port} for {name}")
         else:
             yield Finding(
                 "warning", f"port {port} for {name} is taken by {ports.port_owner(port)}: the next one is used", f"set {variable}"
             )
+
+
+def _our_engine_has(port: int) -> bool:
+    return any(urlsplit(state.url).port == port and children.find(state.process) for state in engines.recorded())
 
 
 def _servers() -> Iterator[Finding]:

@@ -90,7 +90,8 @@ def check_base(model: str, adapter: AdapterVersion) -> None:
     if (found := base_model.reference(model).sha256) != adapter.base.sha256:
         raise ValueError(
             f"base model {model!r} is not what run {adapter.run!r} was begun with: the digest of its files is {found}, recorded was "
-            f"{adapter.base.sha256}. Put the files back, or begin another run"
+            f"{adapter.base.sha256}. Put the files back (on another machine: those of the first) into {base_model.locate(model)}, or begin "
+            "another run"
         )
 
 

@@ -60,7 +60,7 @@ RECIPES: dict[Kind, Recipe] = {
 
 
 class WarmStart(NamedTuple):
-    """What was done and how good it is; `warm_start.json` in the model's folder."""
+    """What was done and how good it is; `warm_start.json` in the model's folder. No time is in it: equal models have equal digests."""
 
     seed: int
     num_steps: int
@@ -69,7 +69,6 @@ class WarmStart(NamedTuple):
     sampled_accuracy: float
     """At temperature 1, one sample for each held-out problem."""
     num_parameters: int
-    seconds: float
 
 
 def warm_start(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, *, seed: int, recipe: Recipe) -> WarmStart:
@@ -91,7 +90,7 @@ def warm_start(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, *, se
                 break
     greedy = accuracy(model, tokenizer, held_out, temperature=0.0, seed=seed)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return WarmStart(seed, step, num_tokens, greedy, sampled, num_parameters, round(time.monotonic() - start, 1))
+    return WarmStart(seed, step, num_tokens, greedy, sampled, num_parameters)
 
 
 def _optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optimizer]:

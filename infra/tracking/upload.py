@@ -12,6 +12,7 @@ the last request of an owner that has ended, or IDLE_S after the last one of any
 
 import argparse
 import fcntl
+import hashlib
 import logging
 import os
 import signal
@@ -89,7 +90,7 @@ def start() -> ProcessRef:
     """Have all that waits uploaded: by the process that stays from an earlier request, else by a new one."""
     # Perf: an upload takes 0.15 CPU s in a process that stays, 4.2 in a new one (2 CPU cores, docs/history/decisions.md).
     write_note(Workspace.here().upload_request, uuid.uuid4().hex)
-    with _locked("upload-process", wait=False) as is_free:
+    with _locked(_serving(), wait=False) as is_free:
         pass
     alive = [ref for path in _notes().glob("*.json") if (ref := _alive_in(path))]
     return _start_process() if is_free or not alive else alive[0]
@@ -150,17 +151,22 @@ def main() -> None:
 
 
 def serve(owner: ProcessRef) -> None:
-    """Upload at each request, until the owner has ended and nothing was requested since. One process of a workspace does so, others leave."""
+    """Upload at each request, until the owner has ended and nothing was requested since. Others with the same store leave."""
     done = ""
     # A request that came just before the lock was freed found a living process: it is looked for once more afterwards.
     while _request(done) != done:
-        with _locked("upload-process", wait=False) as is_mine:
+        with _locked(_serving(), wait=False) as is_mine:
             if not is_mine:
                 return
             while (request := _next_request(done, owner)) != done:
                 with _turn():
                     deliver_all()
                 done = request
+
+
+def _serving() -> str:
+    """The lock of the process that stays. Each address of a store has its own: a process keeps the address that it was started with."""
+    return f"upload-process-{hashlib.sha256((settings().store_url or '').encode()).hexdigest()[:12]}"
 
 
 def _next_request(done: str, owner: ProcessRef) -> str:

@@ -101,7 +101,11 @@ def export(config: ExportConfig, adapter: AdapterVersion, folder: Path) -> None:
 
 
 def check_free(folder: Path) -> None:
-    """Raises ValueError if an export would replace something that is not an export."""
+    """Make the folder of exports. Raises ValueError if it cannot be made, or if an export would replace something that is not an export."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be made: {error.strerror}; name another folder") from error
     for name in ("adapter", "merged"):
         if (folder / name).exists() and not (folder / name / INPUTS_KEY).exists():
             raise ValueError(f"{folder / name} is there and no export of ours: name another folder, or remove it")

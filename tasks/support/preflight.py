@@ -22,9 +22,9 @@ from infra.mirror.ownership import check_is_ours
 from infra.models import base_model
 from infra.models.architecture import Architecture, layout_problem, read_architecture, serving_problem
 from infra.rewards.judges.ledger import set_aside_payments
-from infra.runs import start_adapter
+from infra.runs import lineage, start_adapter
 from infra.runs.foreign_adapters import judge_adapter
-from infra.runs.opening import open_config
+from infra.runs.opening import check_base, open_config
 from infra.runs.replay import TASKS
 from infra.settings import settings
 from infra.store.files import open_workspace, run_id
@@ -262,13 +262,22 @@ def check_run(config: RunConfig) -> None:
         check_with_evaluation(config)
     else:
         check(config)
-    check_is_ours(config.name)
+    _check_going_on(config)
 
 
 def check_step(config: RunConfig) -> None:
     """Check a step as `check` does, and that no other machine makes its run."""
     check(config)
+    _check_going_on(config)
+
+
+def _check_going_on(config: RunConfig) -> None:
+    """Check that no other machine makes a run that has steps, and that its base model is theirs."""
     check_is_ours(config.name)
+    if step := lineage.next_step(config.name):
+        adapter = lineage.adapter_at(config, step)
+        if adapter.base.id == config.model:  # another one is a changed configuration, which says so itself
+            check_base(config.model, adapter)
 
 
 def check_with_evaluation(config: RunConfig) -> None:

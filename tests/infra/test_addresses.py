@@ -86,3 +86,12 @@ def test_a_taken_port_of_an_ipv6_address_is_skipped() -> None:
         port = listener.getsockname()[1]
         assert not ports.is_free(port, "::1")
         assert ports.free_port(port, "::1") > port
+
+
+@pytest.mark.parametrize("url", ["https://me:word@bucket.s3.amazonaws.com/runs?key=word", "http://Bucket.s3.amazonaws.com/runs"])
+def test_a_web_address_is_no_store(url: str) -> None:
+    with pytest.raises(
+        ValidationError, match=r"RATCHET_STORE_URL https?://bucket\.s3\.amazonaws\.com is a web address, .* give s3://"
+    ) as error:
+        Settings(store_url=url)
+    assert "word" not in error.value.errors()[0]["msg"]

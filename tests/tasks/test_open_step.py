@@ -26,7 +26,7 @@ from infra.store.layout import run_folder
 from tasks import draw_prompts
 from tasks.open_step import open_step
 from tasks.support import preflight
-from tasks.support.preflight import check, check_evaluation, check_run, open_run
+from tasks.support.preflight import check, check_evaluation, check_run, check_step, open_run
 
 
 @pytest.fixture
@@ -75,7 +75,11 @@ def test_a_base_model_that_changed_under_a_run_is_refused(config: RunConfig, tmp
     template.write_text(was + " ")
     refusal = refusal_of(config)
     assert refusal.startswith(f"base model {config.model!r} is not what run 'mine' was begun with: the digest of its files is ")
-    assert f"recorded was {before}. Put the files back" in refusal
+    assert f"recorded was {before}. Put the files back" in refusal and config.model in refusal.partition("Put")[2]
+    for refused in (check_run, check_step):
+        with pytest.raises(ValueError, match=r"^base model .* is not what run 'mine' was begun with"):
+            refused(config)
+    check_run(config.but(name="another"))
     template.write_text(was)
     begin(config, None)
 

@@ -25,6 +25,7 @@ Store = Annotated[
 def runs(*, as_json: Json = False, store: Store = None) -> None:
     from flows.cli.terminal import console
     from infra.runs import run_state
+    from infra.settings import settings
 
     if store is not None:
         list_stored(store, as_json=as_json)
@@ -44,7 +45,9 @@ def runs(*, as_json: Json = False, store: Store = None) -> None:
     for line in unreadable:
         console.print(line, soft_wrap=True)
     if not found and not unreadable and not as_json:
-        console.print("no run yet: `ratchet quickstart` makes the first step of one")
+        console.print(
+            f"workspace {settings().workspace} has no run yet: `ratchet quickstart` makes the first step of one", soft_wrap=True
+        )
 
 
 def list_stored(store: str, *, as_json: bool) -> None:

@@ -35,9 +35,7 @@ def status(*, password: Password = False) -> None:
     owner, waiting = gpu_lock.holder(), upload.waiting_runs()
     console.print(f"workspace        {settings().workspace}, {len(run_state.known_runs())} runs", soft_wrap=True)
     console.print(f"GPUs are held by {owner or 'nothing'}", soft_wrap=True)
-    console.print(
-        f"not uploaded     {', '.join(waiting) or 'nothing'}" + ("; `ratchet upload` brings it there" if waiting else "")
-    )
+    console.print(f"not uploaded     {', '.join(waiting) or 'nothing'}" + ("; `ratchet upload` uploads it" if waiting else ""))
     if mlflow := servers.running_mlflow_url():
         console.print(f"runs in MLflow   {mlflow_store.start_page(mlflow)}", soft_wrap=True)
 

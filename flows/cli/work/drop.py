@@ -8,6 +8,7 @@ ratchet drop mine --from 0                                       all of them
 ratchet drop mine --from 7 && ratchet run --config .ratchet/runs/mine/config.json
 """
 
+from functools import partial
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -19,6 +20,7 @@ def drop(run: str, /, *, first: First) -> None:
     from flows.cli.terminal import console, log_to_terminal
     from infra.mirror import copying
     from infra.processes.gpu_lock import gpu_lock
+    from infra.runs import lineage
     from infra.runs.run_state import check_exists
     from infra.settings import settings
     from infra.store.files import open_workspace
@@ -27,7 +29,7 @@ def drop(run: str, /, *, first: First) -> None:
     log_to_terminal()
     open_workspace()
     check_exists(run)
-    with gpu_lock(f"drop of steps of run {run}"):
+    with gpu_lock(f"drop of steps of run {run}", preflight=partial(lineage.droppable, run, first)):
         removed = upload.drop(run, first)
     for folder in removed:
         console.print(f"removed {folder}", soft_wrap=True)

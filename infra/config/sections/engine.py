@@ -93,6 +93,8 @@ class EngineConfig(ConfigBase):
     @field_validator("replicas", mode="before")
     @classmethod
     def _auto_is_open(cls, replicas: object) -> object:
+        if isinstance(replicas, str) and not replicas.isdigit() and replicas != "auto":
+            raise ValueError(f"give a whole number, 1 to {MAX_REPLICAS}, or auto")
         return None if replicas == "auto" else replicas
 
     @model_validator(mode="after")

@@ -49,7 +49,7 @@ class ServerPlace:
     def reserved_port(self) -> AbstractContextManager[int]:
         node = self.slot.node
         if not node.key:
-            return ports.reserved(self.machine.engine_port, self.machine.host)
+            return ports.reserved(self.machine.engine_port + max(self.replica, 0), self.machine.host)
         return nullcontext(
             node.call(ports.free_port, self.machine.engine_port + PORTS_OF_A_SERVER * max(self.replica, 0), node.address)
         )

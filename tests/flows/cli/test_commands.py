@@ -16,6 +16,7 @@ from flows.run import rl_run
 from infra.config import RunConfig
 from infra.engines.journal import Journal
 from infra.engines.scripted import ScriptedEngine
+from infra.processes import gpu_programs
 from infra.runs import lineage, run_state
 from infra.settings import CHECKOUT, settings
 from infra.store.files import read_json
@@ -171,7 +172,9 @@ def test_data_shows_what_a_reward_of_ones_own_gives_the_answers(
     )
 
 
-def test_export_writes_a_peft_folder_and_replaces_nothing_else(made: RunConfig, tmp_path: Path) -> None:
+def test_export_writes_a_peft_folder_and_replaces_nothing_else(
+    made: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert f"adapter 1 of run {NAME}: {tmp_path / 'out/adapter'}" in ratchet(
         "export", NAME, "--adapter", "1", "--to", str(tmp_path / "out")
     )
@@ -179,6 +182,11 @@ def test_export_writes_a_peft_folder_and_replaces_nothing_else(made: RunConfig, 
     assert made_here.read_bytes() == (run_folder(NAME) / "adapters/000001/adapter_model.safetensors").read_bytes()
     (tmp_path / "mine/adapter").mkdir(parents=True)
     assert "is there and no export of ours" in ratchet("export", NAME, "--to", str(tmp_path / "mine"), "--adapter", "1", rc=2)
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        run(["export", NAME, "--to", str(tmp_path / "file/out"), "--adapter", "1"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"error: {tmp_path / 'file/out'} cannot be made: Not a directory; name another folder"
     assert "has the adapter versions best, latest, and 0" in ratchet("export", NAME, "--adapter", "9", rc=2)
     assert "is the base model" in ratchet("export", NAME, "--adapter", "0", rc=2)
 
@@ -264,11 +272,17 @@ def test_a_run_is_stopped_at_once(made: RunConfig, capsys: pytest.CaptureFixture
     assert (settings().workspace / "cut.log").read_text().splitlines()[-1].startswith("interrupted: run cut has stopped")
 
 
-def test_drop_and_rm_remove_what_they_name(made: RunConfig) -> None:
+def test_drop_and_rm_remove_what_they_name(
+    made: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     ratchet("replay", NAME, "0", "--name", "copy", "--from", "train")
     assert "1 of its steps" not in ratchet("runs")
     assert "needs an answer, and stdin is no terminal" in ratchet("rm", "copy", rc=2)
     assert run_folder("copy").exists()
+    monkeypatch.setattr(gpu_programs, "end_leftovers", lambda: pytest.fail("ended programs before the step was looked for"))
+    with pytest.raises(SystemExit):
+        run(["drop", "copy", "--from", "9"])
+    assert "run 'copy' has no step 9 that could be dropped; its steps are 0" in capsys.readouterr().err
     text = ratchet("drop", "copy", "--from", "0")
     assert "run copy goes on with step 0" in text and not (run_folder("copy") / "steps/000000").exists()
     assert "removed run copy; what MLflow has of it stays" in ratchet("rm", "copy", "--yes")

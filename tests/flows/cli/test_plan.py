@@ -7,6 +7,7 @@ import pytest
 
 from flows.cli import program
 from flows.cli.app import run
+from infra.settings import CHECKOUT
 
 ONE = ["plan", "--gpus", "1xH200", "--model", "qwen2.5-7b"]
 
@@ -17,6 +18,13 @@ def test_plan_prints_seconds_memory_reason_and_a_command_that_ratchet_takes(caps
     assert "1. 32.0 s a step (estimate)" in said and "GiB a GPU: engine 115" in said and "First, because" in said
     words = shlex.split(said[said.index("ratchet run") :].replace("\\\n", " "))[1:]
     assert program.chosen_by(words).run("smoke")[0].engine.replicas == 1
+
+
+def test_the_page_shows_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (CHECKOUT / "docs/how-to/plan-a-machine.md").read_text()
+    run(["plan", "--gpus", "8xH100", "--model", "qwen2.5-7b"])
+    said, command = capsys.readouterr().out.split("The first one:\n")
+    assert said in page and command.partition("ratchet run")[2].strip() in page
 
 
 def test_plan_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

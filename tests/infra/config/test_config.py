@@ -48,7 +48,7 @@ def refusal_of(content: dict[str, Any]) -> str:
         ({"trainer": {"num_processes": 2, "sequence_parallel": True}}, "sequence_parallel needs tensor_parallel of 2 or more"),
         ({"data": {"num_prompts": 0}}, "data.num_prompts = 0: "),
         ({"data": {"too_long": "cut"}}, "data.too_long = 'cut': Input should be 'error', 'drop' or 'truncate_left'"),
-        ({"engine": {"replicas": "many"}}, "engine.replicas = 'many': "),
+        ({"engine": {"replicas": "many"}}, "engine.replicas = 'many': give a whole number, 1 to 64, or auto"),
         ({"engine": {"replicas": 65}}, "engine.replicas = 65: Input should be less than or equal to 64"),
         ({"engine": {"kind": "tgi"}}, "engine.kind = 'tgi': Input should be 'sglang', 'vllm' or 'scripted'"),
         ({"engine": {"memory_fraction": 1.0}}, "engine.memory_fraction = 1.0: "),
@@ -279,5 +279,5 @@ def test_an_exam_has_no_spare_prompts_and_nothing_goes_on_in_it() -> None:
 
 def test_the_number_of_replicas_may_be_left_to_the_machine() -> None:
     assert EngineConfig.model_validate({"replicas": "auto"}).replicas is None
-    with pytest.raises(ValidationError, match="valid integer"):
+    with pytest.raises(ValidationError, match="or auto"):
         EngineConfig.model_validate({"replicas": "some"})

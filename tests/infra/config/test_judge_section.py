@@ -56,7 +56,7 @@ def test_each_field_of_an_endpoint_is_refused() -> None:
     [
         ("engine.kind=vllm", "engine.kind 'vllm' with reward.judge.by 'model' is not supported"),
         ("engine.replicas=2", "engine.replicas 2 with"),
-        ("engine.replicas=null", "engine.replicas None with"),
+        ("engine.replicas=null", "engine.replicas auto with"),
         ("engine.colocation=separate_gpus", "engine.colocation 'separate_gpus' with"),
         ("data.max_draws=2", "data.max_draws 2 with reward.judge.by 'model' is not supported: each draw would move both models"),
         (

@@ -74,3 +74,9 @@ def test_a_command_that_does_not_exist_is_one_line(tmp_path: Path) -> None:
         ValueError, match=r'program \'python3 agent.py\' does not exist .*: give each word by itself, such as \["python3", "'
     ):
         check_command(["python3 agent.py"])
+    with pytest.raises(
+        ValueError, match=r"^program 'python3' is to run 'no/agent.py', which does not exist: give its path from here"
+    ):
+        check_command(["python3", "no/agent.py", "--fast"])
+    for command in (["python3", "-m", "no.module"], ["python3"], [sys.executable, __file__], ["echo", "no/agent.py"]):
+        check_command(command)

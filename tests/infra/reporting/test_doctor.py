@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from shared import FIRST_PORT, RATCHET
 
+from infra import engines
+from infra.engines.server.server_process import ServerState
+from infra.processes import children
 from infra.reporting import doctor
 from infra.runs.run_state import REMOVED_RUNS
 from infra.settings import CHECKOUT, settings
@@ -71,6 +74,19 @@ def test_disk_ports_servers_and_leftovers_are_looked_at(workspace: Path, monkeyp
     ):
         assert words in text, text
     assert all(found.values()), "a finding without a cure"
+
+
+def test_the_port_of_an_engine_of_this_workspace_is_no_finding(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port, me = taken.getsockname()[1], children.ref_of(os.getpid())
+        monkeypatch.setenv("RATCHET_ENGINE_PORT", str(port))
+        settings.cache_clear()
+        assert f"port {port} for engine is taken by pid {me.pid}" in "\n".join(wrong(list(doctor.findings())))
+        state = ServerState(
+            kind="sglang", process=me, url=f"http://127.0.0.1:{port}", identity="x", log_path=workspace / "log", launch=1
+        )
+        monkeypatch.setattr(engines, "recorded", lambda: [state])
+        assert f"port {port} for engine" not in "\n".join(wrong(list(doctor.findings())))
 
 
 def test_the_command_fails_where_there_is_a_problem_and_shows_the_cure(workspace: Path) -> None:

@@ -1,7 +1,9 @@
 import hashlib
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from infra.data.arithmetic import problems
+from infra.models import base_model
+from infra.tiny_model import making
 from infra.tiny_model.architecture import random_model
 from infra.tiny_model.batches import NOT_LEARNT, Diet, batches, chat, drill, make_batch
 from infra.tiny_model.evaluation import MAX_OUTPUT_TOKENS, accuracy, generate, is_right
@@ -168,7 +172,7 @@ def test_a_warm_start_lowers_the_loss_and_is_the_same_every_time(
     results, digests = [], []
     for _ in range(2):
         model = random_model("tiny", tokenizer, seed=3)
-        results.append(warm_start(model, tokenizer, seed=3, recipe=SHORT)._replace(seconds=0))
+        results.append(warm_start(model, tokenizer, seed=3, recipe=SHORT))
         digests.append(digest(model))
     assert results[0] == results[1]
     assert digests[0] == digests[1] != digest(random_model("tiny", tokenizer, seed=3))
@@ -279,3 +283,13 @@ def test_the_same_seed_makes_the_same_bytes(moe_folder: Path, tmp_path: Path) ->
     make_model(tmp_path / "again", "tiny-moe")
     for path in moe_folder.iterdir():
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_a_warm_start_that_took_longer_has_the_same_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest of a base model decides whether another machine may continue a run."""
+    monkeypatch.setattr(making, "check", lambda result: None)
+    for name, factor in (("quick", 1), ("slow", 1000)):
+        clock = SimpleNamespace(monotonic=lambda factor=factor: factor * time.perf_counter())
+        monkeypatch.setattr("infra.tiny_model.warm_start.time", clock)
+        make_model(tmp_path / name, recipe=SHORT._replace(max_steps=1))
+    assert base_model.digest(tmp_path / "quick") == base_model.digest(tmp_path / "slow")

@@ -21,6 +21,7 @@ from shared import FIRST_PORT
 
 from infra.config import RunConfig
 from infra.eval_records import Evaluation
+from infra.mirror import copying
 from infra.processes import children as processes
 from infra.records import File, StepReport
 from infra.runs import evaluations, lineage
@@ -315,13 +316,32 @@ def serving(owner: "subprocess.Popen[bytes]") -> processes.ProcessRef:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "getpid", lambda: owner.pid)
         child = upload.start()
-    until(lambda: is_taken("upload-process"))
+    until(lambda: is_taken(upload._serving()))
     return child
 
 
 def is_taken(lock: str) -> bool:
     with upload._locked(lock, wait=False) as is_free:
         return not is_free
+
+
+def test_a_process_that_stays_with_another_store_takes_no_request_away(
+    store: Path, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is begun without RATCHET_STORE_URL, or with a wrong one, and is given again with a right one."""
+    owner = subprocess.Popen(["sleep", "600"])
+    child = serving(owner)
+    commit(run, 0)
+    monkeypatch.setenv("RATCHET_STORE_URL", str(tmp_path))
+    settings.cache_clear()
+    assert copying.waiting(run)
+    assert upload.start() != child
+    until(lambda: copying.waiting(run) == [])
+    assert upload.stop()
+    owner.kill()
+    owner.wait()
+    monkeypatch.delenv("RATCHET_STORE_URL")
+    settings.cache_clear()
 
 
 def test_an_upload_that_was_killed_between_steps_is_started_again(store: Path, run: str) -> None:
