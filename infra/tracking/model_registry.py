@@ -62,7 +62,8 @@ def after_end(client: "MlflowClient", run: str, mlflow_run: str) -> None:
 def refresh(client: "MlflowClient", run: str, mlflow_run: str, wanted: Iterable[int]) -> None:
     """Register adapters that are not registered yet, and bring figures and aliases of all up to date.
 
-    A version that the store made twice is removed again. An adapter that the store does not have is left out: retention has removed its
+    A version that the store made twice is removed again, and so is one of a step that was dropped and made again: its artifacts are the new
+    adapter's. An adapter that the store does not have is left out: retention has removed its
     files, and a new store cannot get them.
     """
     known = _without_twins(client, run)
@@ -85,13 +86,18 @@ def versions_of(client: "MlflowClient", run: str) -> "list[ModelVersion]":
 
 
 def _without_twins(client: "MlflowClient", run: str) -> set[tuple[str, str]]:
-    """Delete versions that the store made twice. Returns number and digest of the registered adapters."""
+    """Delete versions that the store made twice, or whose step was made again. Returns number and digest of the registered adapters."""
     known = set[tuple[str, str]]()
     for version in versions_of(client, run):
-        if (adapter := (version.tags[ADAPTER_TAG], version.tags[SHA256_TAG])) in known:
-            log.warning("MLflow made version %s of model %s twice: deleting it", version.version, run)
+        adapter = (version.tags[ADAPTER_TAG], version.tags[SHA256_TAG])
+        report = _report(run, int(adapter[0]))
+        is_replaced = report is not None and report.adapter.sha256 != adapter[1]
+        if adapter in known or is_replaced:
+            why = "is of a step that was made again" if is_replaced else "was made twice by MLflow"
+            log.warning("version %s of model %s %s: deleting it", version.version, run, why)
             client.delete_model_version(run, version.version)
-        known.add(adapter)
+        else:
+            known.add(adapter)
     return known
 
 
@@ -127,10 +133,14 @@ def _note_figures(client: "MlflowClient", run: str, known: "list[ModelVersion]")
 
 def _set_aliases(client: "MlflowClient", run: str, known: "list[ModelVersion]") -> None:
     """Set `best`, `last` and the name of each version."""
+    wanted = {f"adapter-{version.tags[ADAPTER_TAG]}": version for version in known}
+    latest = max((report.adapter.version for report in _reports(run)), default=0)
+    known = [version for version in known if int(version.tags[ADAPTER_TAG]) <= latest]  # the steps of others were dropped
+    if not known:
+        return
     by_digest = {version.tags[SHA256_TAG]: version for version in reversed(known)}
     found = [each for each in _evaluated(run) if each.adapter_sha256 in by_digest]
     highest = evaluations.best_of(_config(run).evaluation, found)
-    wanted = {f"adapter-{version.tags[ADAPTER_TAG]}": version for version in known}
     wanted[LAST] = max(known, key=lambda version: int(version.tags[ADAPTER_TAG]))
     wanted[BEST] = (
         by_digest[highest.adapter_sha256] if highest else max(known, key=lambda version: float(version.tags[REWARD_TAG]))

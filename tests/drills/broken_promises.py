@@ -1932,6 +1932,14 @@ BREAKAGES = (
         "[self.episode, name,",
         "tests/tasks/test_tool_calls.py::test_a_call_has_the_same_key_when_its_episode_is_repeated_and_another_one_in_another_run",
     ),
+    Breakage(
+        "2 fencing",
+        "a registered version of a step that was dropped and made again stays, with the artifacts of the new adapter",
+        "infra/tracking/model_registry.py",
+        "        if adapter in known or is_replaced:",
+        "        if adapter in known:",
+        "tests/infra/tracking/test_mlflow_store.py::test_a_version_of_a_step_that_was_dropped_is_neither_the_best_nor_the_last_and_goes_when_the_step_is_made_again",
+    ),
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Drop a run's steps from one on, so that they are made again.
 
 The adapters that these steps made and their evaluations go with them, also from the store at RATCHET_STORE_URL; the run then goes on from
-there. Rows that MLflow has of the steps stay until the steps are made again.
+there. Rows and registered versions that MLflow has of the steps stay until the steps are made again.
 
 ratchet drop mine --from 7                                       steps 7, 8, ... of the run `mine`
 ratchet drop mine --from 0                                       all of them

@@ -372,6 +372,25 @@ def test_adapters_are_registered_at_intervals_and_the_best_and_the_last_one(work
     assert registered(client) == {"2": "", "4": "", "3": "best", "5": "last"}, "delivered again"
 
 
+def test_a_version_of_a_step_that_was_dropped_is_neither_the_best_nor_the_last_and_goes_when_the_step_is_made_again(
+    workspace: Path,
+) -> None:
+    """Its artifacts are those of the new adapter of its number then."""
+    client = MlflowClient(mlflow_store.uri(), mlflow_store.uri())
+    for step, reward in enumerate((0.3, 0.9, 0.5)):
+        commit(step, reward)
+    mlflow_store.deliver(RUN)
+    assert registered(client) == {"1": "", "2": "best", "3": "last"}
+    for step in (1, 2):
+        shutil.rmtree(run_folder(RUN) / f"steps/{step:06d}")
+        shutil.rmtree(adapter_folder(RUN, step + 1))
+    commit(1, 0.4, weights=b"another one")
+    mlflow_store.deliver(RUN)
+    assert registered(client) == {"1": "", "3": "", "2": "best last"}
+    found = [client.get_model_version_by_alias(RUN, alias).tags["ratchet.reward"] for alias in ("best", "last", "adapter-2")]
+    assert found == ["0.4", "0.4", "0.4"]
+
+
 def test_without_intervals_only_the_best_and_the_last_adapter_are_registered_at_the_end(workspace: Path) -> None:
     client = MlflowClient(mlflow_store.uri(), mlflow_store.uri())
     for step, reward in enumerate((0.1, 0.9, 0.2)):
