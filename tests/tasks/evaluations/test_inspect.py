@@ -248,7 +248,7 @@ def test_answers_of_another_adapter_or_task_are_not_given_back(config: RunConfig
     request = InspectRequest(task, 8, sampling, config.engine, adapter, workspace, 60.0, ())
     other = adapter.model_copy(update={"weights": File(path="a", sha256="f" * 64, num_bytes=1)})
     fences = [fence_of(request), fence_of(request._replace(adapter=other))]
-    (workspace / "tasks.py").write_text(TASKS + "\n")
+    (workspace / "tasks.py").write_text(TASKS + "MORE = 1\n")
     fences.append(fence_of(request))
     assert len({json.dumps(each) for each in fences}) == 3
 
