@@ -170,6 +170,14 @@ def best_of(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> Eval
     return max(scored, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
+def best_steps(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> set[int]:
+    """Return the versions that are the best by each state of the reward's source: a package that was upgraded, or a change that is taken back, makes
+    no earlier best adapter one to be removed."""
+    sources = {each.reward_source for each in evaluations}
+    found = [best_of(config, [each for each in evaluations if each.reward_source == source]) for source in sources]
+    return {best.step for best in (*found, best_of(config, evaluations)) if best}
+
+
 def unreached_threshold(config: EvaluationConfig, evaluations: Sequence[Evaluation]) -> str | None:
     """Say that no answer of any evaluation had `pass_reward`, with the numbers; None where one had, or where older records do not tell."""
     highest = [each.max_reward for each in evaluations if each.max_reward is not None]

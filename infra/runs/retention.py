@@ -14,7 +14,7 @@ from infra.store.files import read_json, write_json
 from infra.store.layout import REMOVED, RunFolder, adapter_folder
 
 
-def kept_whole(config: RetentionConfig, latest: int, best: int | None) -> set[int]:
+def kept_whole(config: RetentionConfig, latest: int, best: Collection[int]) -> set[int]:
     """Return the versions that are retained completely; all of them if keep_last is None."""
     versions = range(1, latest + 1)
     if config.keep_last is None:
@@ -22,14 +22,15 @@ def kept_whole(config: RetentionConfig, latest: int, best: int | None) -> set[in
     kept = set(versions[-config.keep_last :])
     if config.keep_every:
         kept |= {version for version in versions if version % config.keep_every == 0}
-    if config.keep_best and best is not None:
-        kept.add(best)
+    if config.keep_best:
+        kept |= set(best)
     return kept
 
 
-def apply(config: RetentionConfig, run: str, *, latest: int, best: int | None, delivered: Collection[int]) -> list[int]:
+def apply(config: RetentionConfig, run: str, *, latest: int, best: Collection[int], delivered: Collection[int]) -> list[int]:
     """Remove files that need not be retained. Returns the versions that lost files.
 
+    best: More than one where the source of the reward has changed in the run.
     delivered: Versions that were uploaded to MLflow, and copied to the store where there is one. Other adapters are not removed.
     """
     changed = []

@@ -19,14 +19,13 @@ def apply_retention(config: RunConfig) -> None:
     """Apply the run's retention. Files that the next step needs are retained."""
     if config.retention.keep_last is None:
         return
-    best = evaluations.best_of(config.evaluation, evaluations.of_run(config.name, config.eval_config))
     delivered, copied = mlflow_store.delivered_adapters(config.name), copying.copied_adapters(config.name)
     before = retention.num_bytes(config.name)
     changed = retention.apply(
         config.retention,
         config.name,
         latest=next_step(config.name),
-        best=best.step if best else None,
+        best=evaluations.best_steps(config.evaluation, evaluations.of_run(config.name, config.eval_config)),
         delivered=delivered if copied is None else delivered & copied,
     )
     if changed:

@@ -59,6 +59,7 @@ def test_evaluations_by_another_state_of_the_reward_neither_choose_the_best_nor_
     best = evaluations.best_of(EvaluationConfig(), found)
     assert best and best.step == 3
     assert evaluations.best_of(EvaluationConfig(), found[:2]) == found[1]
+    assert evaluations.best_steps(EvaluationConfig(), found) == {1, 3}, "retention keeps both"
     assert not evaluations.has_stalled(EvaluationConfig(patience=2), found)
     assert evaluations.has_stalled(EvaluationConfig(patience=1), found)
     older = [each.model_copy(update={"reward_source": ""}) for each in found[:2]]

@@ -25,7 +25,7 @@ def adapters(workspace: Path) -> dict[int, dict[str, File]]:
 
 
 def apply(delivered: range = range(1, 11), **config: object) -> list[int]:
-    return retention.apply(RetentionConfig.model_validate(config), "r", latest=10, best=4, delivered=delivered)
+    return retention.apply(RetentionConfig.model_validate(config), "r", latest=10, best=[4], delivered=delivered)
 
 
 def have(name: str) -> list[int]:
