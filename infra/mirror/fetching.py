@@ -101,6 +101,8 @@ def fetch(url: str) -> str:
     remote = _existing(address)
     names = _part_names(remote, run) if RUN_NAME.fullmatch(run) else []
     if BEGINNING not in names and not (RUN_NAME.fullmatch(run) and remote.names(f"{run}/{FOLDER}")):
+        if found := Remote(url).names("") and stored_runs(url):
+            raise ValueError(f"{url} is a store, not a run: give one of its runs, such as {found[0].url}")
         raise ValueError(f"{url} holds no run: `ratchet runs --store {address}` lists those that are there")
     _check_no_gap(url, names)
     with only_maker(Workspace.here().fetched / run):

@@ -41,10 +41,14 @@ class LineJournal:
         """Take the results of earlier attempts; return those that stay in the file."""
         raise NotImplementedError
 
+    def _left_out(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Say what it means that results of another inputs key are not used, where the file that is set aside does not say it all."""
+
     def __enter__(self) -> Self:
         lines = _whole_lines(self.path)
         if lines and lines[0] != {"fence": self.fence}:
             self._move(f"{self.path} belongs to another rollout")
+            self._left_out(lines[1:])
             lines = []
         # Rewritten: appending after a line that was cut off would spoil the next line too. Without results, the sync can wait for the first one.
         self._rewrite(self._recover(lines[1:]))

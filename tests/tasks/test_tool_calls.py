@@ -209,3 +209,15 @@ def test_a_call_is_on_the_disk_before_it_is_made(tmp_path: Path, monkeypatch: py
         assert len(synced) == 1
     with TurnJournal(tmp_path / "turns.journal", {"a": "b"}) as journal:
         assert [each.key for each in journal.calls["0/0"]] == ["k", "l", "m"] and journal.calls["0/0"][0] == call
+
+
+def test_calls_that_begin_again_with_a_rollout_of_other_inputs_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with TurnJournal(tmp_path / "turns.journal", {"a": "b"}) as journal:
+        for key, name in (("k", "book"), ("l", "read"), ("m", "pay")):
+            journal.add_call(CallRecord("0/0", key, name, {}, is_idempotent=name == "read"))
+            journal.add_call(CallRecord("0/0", key, name, {}, is_idempotent=name == "read", is_done=True))
+    with TurnJournal(tmp_path / "turns.journal", {"a": "c"}) as journal:
+        assert journal.calls == {}
+    assert caplog.messages[-1].startswith(
+        "2 calls of tools that are not idempotent (book, pay) were made by these episodes, which begin"
+    )

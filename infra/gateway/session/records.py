@@ -2,6 +2,7 @@
 each snapshot of an environment."""
 
 import hashlib
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from infra.gateway.session.calls import CallRecord
 from infra.gateway.session.snapshots import SnapshotRecord
 from infra.records import FinishReason
 from infra.store.journal import LineJournal
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,16 @@ class TurnJournal(LineJournal):
         for record in found:
             self._keep(record)
         return [each for each in found if not isinstance(each, SnapshotRecord) or self.snapshots[each.episode] is each]
+
+    def _left_out(self, lines: Sequence[dict[str, Any]]) -> None:
+        found = {each.key: each for each in map(record_of_line, lines) if isinstance(each, CallRecord) and not each.is_idempotent}
+        if found:
+            names = ", ".join(sorted({call.name for call in found.values()}))
+            log.warning(
+                "%d calls of tools that are not idempotent (%s) were made by these episodes, which begin again: their effects may be made twice",
+                len(found),
+                names,
+            )
 
     def _keep(self, record: TurnRecord | CallRecord | SnapshotRecord) -> None:
         if isinstance(record, SnapshotRecord):

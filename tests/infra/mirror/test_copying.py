@@ -418,6 +418,9 @@ def test_a_folder_is_a_store_too(
     assert waiting(RUN) == [] and copying.copied_adapters(RUN) is None, "no store is configured"
     with pytest.raises(ValueError, match="holds no run: `ratchet runs --store"):
         fetch(f"{url}/other")
+    for given in (url, f"{url}/"):
+        with pytest.raises(ValueError, match=rf"^{given} is a store, not a run: give one of its runs, such as {url}/{RUN}$"):
+            fetch(given)
     with pytest.raises(ValueError, match=r"^other holds no run: `ratchet runs --store \.` lists"):
         fetch("other")
 
