@@ -68,7 +68,7 @@ def digests(run: str, step: int) -> dict[str, Any]:
 
 
 def test_a_run_draws_by_the_rates_of_the_steps_before_and_so_do_its_replay_its_fork_and_its_copy(
-    config: RunConfig, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: RunConfig, caplog: pytest.LogCaptureFixture, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with caplog.at_level(logging.INFO):
         run(config)
@@ -92,8 +92,7 @@ def test_a_run_draws_by_the_rates_of_the_steps_before_and_so_do_its_replay_its_f
         step_of(config.but(name=name))
         assert digests(name, 2) == digests("r", 2)
 
-    store = f"file://{tmp_path}/store"
-    (tmp_path / "store").mkdir()
+    store = f"file://{tmp_path_factory.mktemp('store')}"  # not in the workspace
     monkeypatch.setenv("RATCHET_STORE_URL", store)
     settings.cache_clear()
     shutil.rmtree(step_folder_of("r", 2))
