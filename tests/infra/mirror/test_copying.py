@@ -89,6 +89,17 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
+def continued_elsewhere(other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine has fetched the run and made its third step; this one is the first again."""
+    first = settings().workspace
+    assert copy_run(RUN)
+    here(other, monkeypatch)
+    fetch(f"{URL}/{RUN}")
+    make(2)
+    assert copy_run(RUN)
+    here(first, monkeypatch)
+
+
 def unfinished() -> list[str]:
     """Keys of uploads in parts that were not completed."""
     return [each["Key"] for each in Remote(URL).files.call_s3("list_multipart_uploads", Bucket="runs").get("Uploads", [])]
@@ -294,12 +305,7 @@ def test_a_changed_object_is_found_and_nothing_is_left_behind(
 
 def test_a_machine_that_was_away_cannot_go_on_beside_another(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = settings().workspace
-    assert copy_run(RUN)
-    here(tmp_path / "other", monkeypatch)
-    fetch(f"{URL}/{RUN}")
-    make(2)
-    assert copy_run(RUN)
-    here(first, monkeypatch)
+    continued_elsewhere(tmp_path / "other", monkeypatch)
     make(2, content="another adapter")
     with pytest.raises(AnotherRun, match="has adapter-000003 of run 'mine' as another machine made it"):
         copy_run(RUN)
@@ -503,12 +509,7 @@ def test_steps_are_not_dropped_in_the_store_where_another_machine_has_gone_on(
     store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = settings().workspace
-    assert copy_run(RUN)
-    here(tmp_path / "other", monkeypatch)
-    fetch(f"{URL}/{RUN}")
-    make(2)
-    assert copy_run(RUN)
-    here(first, monkeypatch)
+    continued_elsewhere(tmp_path / "other", monkeypatch)
     with pytest.raises(AnotherRun, match="has step-000002 of run 'mine' as another machine made it"):
         upload.drop(RUN, 1)
     here(tmp_path / "other", monkeypatch)
