@@ -304,7 +304,6 @@ def test_a_changed_object_is_found_and_nothing_is_left_behind(
 
 
 def test_a_machine_that_was_away_cannot_go_on_beside_another(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = settings().workspace
     continued_elsewhere(tmp_path / "other", monkeypatch)
     make(2, content="another adapter")
     with pytest.raises(AnotherRun, match="has adapter-000003 of run 'mine' as another machine made it"):
