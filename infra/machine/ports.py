@@ -10,6 +10,8 @@ import psutil
 
 log = logging.getLogger(__name__)
 
+LAST_PORT = 65535
+
 _lock = threading.Lock()
 _reserved: set[int] = set()
 
@@ -40,14 +42,15 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def free_port(first_choice: int, host: str = "127.0.0.1") -> int:
-    """Return first_choice, or the next free port, with a line in the log. Raises ValueError if a hundred ports are taken."""
-    for port in range(first_choice, first_choice + 100):
+    """Return first_choice, or the next free port, with a line in the log. Raises ValueError if a hundred ports are taken, or all up to the last."""
+    last = min(first_choice + 99, LAST_PORT)
+    for port in range(min(first_choice, last), last + 1):
         if port in _reserved:
             continue
         if is_free(port, host):
             return port
         log.warning("port %d is taken by %s, trying the next", port, port_owner(port))
-    raise ValueError(f"ports {first_choice} to {first_choice + 99} are all taken; set another first choice")
+    raise ValueError(f"ports {min(first_choice, last)} to {last} are all taken; set another first choice")
 
 
 @contextmanager

@@ -155,12 +155,16 @@ def copy_run(run: str) -> bool:
 
 def note_dropped(run: str, step: int) -> None:
     """Note that the steps of a run from `step` on are being dropped here. What the store has of them is removed there before anything else is
-    copied: steps that are made again would not be copied else, and a machine that continues the run would get the old ones."""
-    noted = read_note(RunFolder.of(run).copied, Copied)
+    copied: steps that are made again would not be copied else, and a machine that continues the run would get the old ones.
+
+    The store may have more of them than copied.json says, if a copy was interrupted or that file was lost.
+    """
+    url = settings().store_url
+    noted = read_note(RunFolder.of(run).copied, Copied) or (Copied(url=url, parts={}) if url else None)
     if noted is None:
         return
-    manifests = {part.name: manifest_of(_copy(run, part)) for part in parts(run) if step_of(part.name) >= step}
-    gone = {name: manifests.get(name, "") for name in noted.parts if step_of(name) >= step}
+    gone = {name: "" for name in noted.parts if step_of(name) >= step}
+    gone |= {part.name: manifest_of(_copy(run, part)) for part in parts(run) if step_of(part.name) >= step}
     kept = {name: digest for name, digest in noted.parts.items() if name not in gone}
     write_json(RunFolder.of(run).copied, Copied(url=noted.url, parts=kept, dropped=noted.dropped | gone).model_dump())
 

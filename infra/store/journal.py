@@ -42,7 +42,7 @@ class LineJournal:
         raise NotImplementedError
 
     def _left_out(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Say what it means that results of another inputs key are not used, where the file that is set aside does not say it all."""
+        """Warn of effects that results of another inputs key have had: they are not used, and may be made again. By default they have none."""
 
     def __enter__(self) -> Self:
         lines = _whole_lines(self.path)

@@ -249,9 +249,10 @@ def open_run(config: RunConfig, *, nothing_committed: Literal["refuse", "begin a
     nothing_committed: What to do with a run of another configuration that has committed nothing. Only a process that holds the GPU lock may
         restart it. A process that still has to wait for the lock leaves it.
     """
-    before = run_id(config.name)
+    if not (before := run_id(config.name)):
+        set_aside_payments(config.name)  # before there is a run: one that is interrupted here does it again
     open_config(config, nothing_committed)
-    if run_id(config.name) != before:
+    if before and run_id(config.name) != before:
         set_aside_payments(config.name)
     mlflow_address.note(config.name)
 

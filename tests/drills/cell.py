@@ -115,7 +115,8 @@ class Running:
         self.attempt_s = 0.0
         self.struck_at: float | None = None
         self.settled_at: float | None = None
-        """When every answer that the engine had delivered was in the journal; None: nobody waited for that."""
+        """The latest time at which the journal was seen to hold all answers that the engine had delivered, in seconds since the epoch. None: the
+        strike did not wait for that."""
         self.struck = ""
         self.restore: tuple[float, Callable[[], None]] | None = None
 

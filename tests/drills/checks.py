@@ -159,10 +159,10 @@ def _trained_once(running: "Running", problems: list[str]) -> None:
 
 
 def num_sampled_again(cell: Path, struck_at: float | None, settled_at: float | None) -> int:
-    """Samples that the twin had delivered before the strike, and was asked for once more after it.
+    """Count the samples that the engine's twin delivered before the strike and was asked for again after it.
 
-    settled_at: When all that was delivered had been taken in. What comes between then and the strike is delivered to a process that may
-    be gone before it has taken it in: a machine that is busy may have held the drill up there.
+    settled_at: The latest time at which the journal held all answers; see Running.settled_at. Answers between then and the strike do not count:
+    on a busy machine the process may be killed before it has written them.
     """
     path = cell / "answers.jsonl"
     answers = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -17,3 +17,11 @@ def test_a_taken_port_is_skipped_and_its_owner_named(caplog: pytest.LogCaptureFi
     caplog.clear()
     assert ports.free_port(port) == port
     assert not caplog.text
+
+
+def test_the_last_port_has_none_after_it() -> None:
+    with ports.reserved(ports.LAST_PORT) as port:
+        assert port == ports.LAST_PORT
+        for first_choice in (ports.LAST_PORT, ports.LAST_PORT + 1):  # a second server asks for the port after the first one's
+            with pytest.raises(ValueError, match="ports 65535 to 65535 are all taken; set another first choice"):
+                ports.free_port(first_choice)

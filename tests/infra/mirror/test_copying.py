@@ -546,6 +546,22 @@ def test_a_drop_that_was_cut_off_leaves_the_store_without_a_gap(store: Any, monk
     assert copy_run(RUN) and stored_runs(URL)[0].num_steps == 0
 
 
+@pytest.mark.usefixtures("manifests_are_short")
+@pytest.mark.parametrize("is_whole", [False, True], ids=["of the last step", "whole"])
+def test_a_drop_removes_also_what_the_store_has_without_a_note(store: Any, is_whole: bool) -> None:
+    """A process that was killed after it had copied a step and before it had noted that; a note that was lost."""
+    assert copy_run(RUN)
+    note = RunFolder.of(RUN).copied
+    if is_whole:
+        note.unlink()
+    else:
+        content = read_json(note)
+        del content["parts"]["step-000001"]
+        write_json(note, content)
+    again(0)
+    assert copy_run(RUN) and waiting(RUN) == [] and stored_runs(URL)[0].num_steps == 1
+
+
 def test_a_step_that_cannot_be_dropped_stays_in_the_store(store: Any) -> None:
     assert copy_run(RUN)
     with pytest.raises(ValueError, match="run 'mine' has no step 2 that could be dropped; its steps are 0, 1"):
