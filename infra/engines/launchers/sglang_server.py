@@ -79,8 +79,11 @@ if is_for_cpu(sys.argv):
     # Both also in every process that the server spawns.
     load("sglang_cpu")
     load("sglang_attention_patch").mend()
-if __name__ in ("__main__", "__mp_main__") and (folder := os.environ.get("RATCHET_SHARED_EXPERTS")):
-    load("sglang_shared_experts").share(Path(folder))
+if __name__ in ("__main__", "__mp_main__"):
+    patch_after_import = load("after_import").patch_after_import
+    patch_after_import("sglang.srt.lora.mem_pool", lambda module: load("sglang_lora_patch").mend(module))
+    if folder := os.environ.get("RATCHET_SHARED_EXPERTS"):
+        load("sglang_shared_experts").share(Path(folder), patch_after_import)
 
 if __name__ == "__main__":
     from sglang.srt import server_args

@@ -14,8 +14,6 @@ loads the model writes the file.
 
 import contextlib
 import ctypes
-import importlib.abc
-import importlib.util
 import json
 import os
 import subprocess
@@ -46,30 +44,8 @@ class NothingSaved:
         return contextlib.nullcontext()
 
 
-class PatchAfterImport(importlib.abc.MetaPathFinder):
-    """Patch a module when it has been imported, by a process that needs it: an import of SGLang takes seconds."""
-
-    def __init__(self, name: str, patch: Callable[[ModuleType], None]) -> None:
-        self.name, self.patch = name, patch
-
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> Any:  # Any: ModuleSpec, or None
-        if fullname != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        assert spec is not None and spec.loader is not None
-        execute = spec.loader.exec_module
-
-        def execute_and_patch(module: ModuleType) -> None:
-            execute(module)
-            self.patch(module)
-
-        spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
-        return spec
-
-
-def share(folder: Path) -> None:
-    """Have SGLang write FILE into the folder when it has loaded its model."""
+def share(folder: Path, patch_after_import: Callable[[str, Callable[[ModuleType], None]], None]) -> None:
+    """Have SGLang write FILE into the folder when it has loaded its model. patch_after_import: The function of after_import.py."""
 
     def patch(module: ModuleType) -> None:
         load = getattr(module, FUNCTION)
@@ -85,7 +61,7 @@ def share(folder: Path) -> None:
 
         setattr(module, FUNCTION, load_and_share)
 
-    sys.meta_path.insert(0, PatchAfterImport(MODULE, patch))
+    patch_after_import(MODULE, patch)
 
 
 def check_mapping(number: int) -> None:

@@ -107,9 +107,7 @@ def test_an_engine_whose_memory_cannot_be_mapped_fails_before_it_reads_its_weigh
         return SimpleNamespace(model="model")
 
     module: Any = SimpleNamespace(**{launcher.FUNCTION: loads})
-    monkeypatch.setattr(launcher.sys, "meta_path", [*sys.meta_path])
-    launcher.share(Path("folder"))
-    launcher.sys.meta_path[0].patch(module)
+    launcher.share(Path("folder"), lambda name, patch: patch(module))
     monkeypatch.setattr(launcher, "check_mapping", lambda number: done.append(f"GPU {number}"))
     monkeypatch.setattr(launcher, "write", lambda model, folder: done.append(f"{model} in {folder}"))
     load = getattr(module, launcher.FUNCTION)
