@@ -17,7 +17,9 @@ A block of verl is its `main_ppo` with vLLM on the same GPU, which sleeps while 
 """
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -27,6 +29,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 from watch import host_gib, idle_frac, rows_of
 
 from infra.config import DataConfig
@@ -36,6 +39,12 @@ from infra.models import base_model
 from infra.store.files import read_json, read_json_lines, write_json
 
 HERE = Path(__file__).resolve().parent
+
+
+class Failed(Exception):
+    """A side's program failed. What it says ends with its log."""
+
+
 NUM_WARM = 2
 """Steps that are not counted: kernels are compiled, and a rollout has none before it."""
 POLL_S = 0.02
@@ -63,6 +72,7 @@ def main() -> None:
         p.add_argument(f"--{name}", type=int, default=default)
     p.add_argument("--vllm-memory", type=float, default=0.5, help="the share of the GPU that vLLM may take")
     p.add_argument("--gpu", type=int, default=0, help="number, as the driver counts")
+    p.add_argument("--peer-limit-s", type=float, default=3000.0, help="seconds after which a block of a peer is ended")
     p.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="of Ratchet's configuration")
     p.add_argument("--trl", action="append", default=[], metavar="NAME=VALUE", help="of TRL's configuration, the value as JSON")
     p.add_argument("--verl", action="append", default=[], metavar="NAME=VALUE", help="of verl's configuration, the value as JSON")
@@ -78,13 +88,20 @@ def main() -> None:
         folder = o.out.resolve().parent / f"block-{number}"
         folder.mkdir(parents=True)
         for side in ("ratchet", *peers):
-            figures = ratchet(o, folder) if side == "ratchet" else peer_block(o, folder, side)
+            try:
+                figures = ratchet(o, folder) if side == "ratchet" else peer_block(o, folder, side)
+            except Failed as error:
+                if side == "ratchet":
+                    raise
+                figures = {"error": str(error), "seconds_of_steps": []}
             found["blocks"].append({"side": side, "block": number, **figures})
             found["ratio"] = {peer: ratio(found["blocks"], peer) for peer in peers}
             write_json(o.out, found)
             print(json.dumps(found["blocks"][-1]), flush=True)
     for peer in peers:
         print(f"{peer} takes {found['ratio'][peer]} times as long a step as Ratchet")
+    failed = sorted({block["side"] for block in found["blocks"] if "error" in block})
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 
 def ratio(blocks: list[dict[str, Any]], peer: str) -> float | None:
@@ -135,7 +152,7 @@ def peer_block(o: argparse.Namespace, folder: Path, peer: str) -> dict[str, Any]
     plain = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     env = {**plain, **dict(name.split("=", 1) for name in names)}
     argv = [python, str(HERE.parent / "benches" / program), str(given)]
-    figures = watched(o, argv, env, log, lambda: text_of(log).count("\nSTEP "))
+    figures = watched(o, argv, env, log, lambda: text_of(log).count("\nSTEP "), o.peer_limit_s)
     parts: dict[str, list[float]] = {}
     for line in text_of(log).splitlines():
         if line.startswith("PART "):
@@ -285,18 +302,25 @@ PEERS = {"trl": (trl_settings, "trl_steps.py", "generate"), "verl": (verl_settin
 """Of each peer: what its program is given, the program, and the name of the rollout's seconds."""
 
 
-def watched(o: argparse.Namespace, argv: list[str], env: dict[str, str], log: Path, num_done: Any) -> dict[str, Any]:
+def watched(
+    o: argparse.Namespace, argv: list[str], env: dict[str, str], log: Path, num_done: Any, limit_s: float = math.inf
+) -> dict[str, Any]:
     """Run a program to its end, with a mark for each step that it finishes, and what the watcher saw between the counted marks.
 
-    Errors: SystemExit with the end of the log, if the program fails or finishes too few steps.
+    limit_s: After so many seconds the program and all that it has started are ended; the steps that it has made by then count.
+
+    Errors: Failed, if the program fails or finishes too few steps.
     """
     csv, before, begin = log.with_suffix(".csv"), host_gib(), time.time()
     watcher = None if o.small else subprocess.Popen([sys.executable, str(HERE / "watch.py"), str(csv), f"--gpu={o.gpu}"])
     marks: list[float] = []
+    is_late = False
     try:
         with log.open("w") as file:
-            program = subprocess.Popen(argv, env=env, stdout=file, stderr=subprocess.STDOUT)
+            program = subprocess.Popen(argv, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
             while program.poll() is None:
+                if is_late := time.time() - begin > limit_s:
+                    end_all(program)
                 if num_done() > len(marks):
                     marks.append(time.time())
                 time.sleep(POLL_S)
@@ -304,8 +328,8 @@ def watched(o: argparse.Namespace, argv: list[str], env: dict[str, str], log: Pa
         if watcher:
             watcher.terminate()
             watcher.wait()
-    if program.returncode or len(marks) <= NUM_WARM:
-        sys.exit(f"{argv[1]} ended with {program.returncode} after {len(marks)} steps, {log}: {log.read_text()[-3000:]}")
+    if (program.returncode and not is_late) or len(marks) <= NUM_WARM:
+        raise Failed(f"{argv[1]} ended with {program.returncode} after {len(marks)} steps, {log}: {log.read_text()[-3000:]}")
     counted = marks[NUM_WARM - 1 :]
     seconds = [after - before for before, after in pairwise(counted)]
     figures: dict[str, Any] = {
@@ -322,6 +346,16 @@ def watched(o: argparse.Namespace, argv: list[str], env: dict[str, str], log: Pa
             "host_gib": max(row.host_gib for row in rows) - before,
         }
     return figures
+
+
+def end_all(program: "subprocess.Popen[bytes]") -> None:
+    """End a program and its descendants, also those that have left its process group."""
+    processes = [*psutil.Process(program.pid).children(recursive=True), psutil.Process(program.pid)]
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
+    program.wait()
 
 
 if __name__ == "__main__":
