@@ -262,10 +262,11 @@ def _start_agent(ray: Any, group: Any, number: int, num_gpus: int, locks: Mappin
 
 
 def _settings_of_nodes() -> dict[str, str]:
-    """Return our settings for an agent: all but secrets and those of the cluster. It works for the same workspace, on its own machine."""
+    """Return our settings for an agent: all but secrets and those of the cluster, and the switches of engine and trainer, which count as their
+    versions. It works for the same workspace, on its own machine."""
     own = {name: value for name, value in child_environment.passed_on().items() if name.startswith("RATCHET_")}
     own = {name: value for name, value in own.items() if name != PROGRAM and not name.startswith("RATCHET_CLUSTER_")}
-    return own | {"RATCHET_WORKSPACE": str(settings().workspace)}
+    return own | child_environment.switches() | {"RATCHET_WORKSPACE": str(settings().workspace)}
 
 
 class _Agent(NodeAgent):

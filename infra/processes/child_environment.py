@@ -25,6 +25,13 @@ PREFIXES = (
 SECRET_WORDS = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|KEY|AUTH|CREDENTIALS?)(_|$)")
 """A name with such a word is left out even if its prefix is allowed, such as HF_TOKEN."""
 
+SWITCHES = {"sglang": ("SGLANG_", "SGL_", "FLASHINFER_"), "vllm": ("VLLM_", "FLASHINFER_"), "trainer": ("NVTE_",)}
+SWITCHES_OF_ALL = ("TORCH", "PYTORCH_", "TRITON_", "CUBLAS_", "CUDNN_", "MKL_", "NVIDIA_TF32_OVERRIDE")
+NO_SWITCH = re.compile(
+    r"(^|_)(CACHE|DIR|PATH|HOME|ROOT|BASE|LOGS?|LOGGING|LEVEL|DEBUG|VERBOSE|HOST|PORT|ADDR|IFNAME|TIMEOUT|THREADS|ALLOC|NCCL|STATS)(_|$)"
+    r"|^TORCHELASTIC_"
+)
+"""A name with such a word says where files lie, what is logged, how programs meet or how much memory is taken: nothing that decides a number."""
 
 OF_REWARDS = frozenset(
     (
@@ -53,6 +60,17 @@ def passed_on() -> dict[str, str]:
     """Return the variables that such a program gets. RATCHET_PASS_ENVIRONMENT names further ones."""
     named = frozenset(settings().pass_environment)
     return {name: value for name, value in os.environ.items() if name in named or _is_allowed(name)}
+
+
+def switches(*programs: str) -> dict[str, str]:
+    """Return those of the variables passed on by which a library of the programs may compute something else, such as SGLANG_... or
+    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE. They count as versions.
+
+    programs: Keys of SWITCHES; none: all of them.
+    """
+    prefixes = (*SWITCHES_OF_ALL, *(prefix for program in programs or SWITCHES for prefix in SWITCHES[program]))
+    found = {name: value for name, value in os.environ.items() if name.startswith(prefixes) and not NO_SWITCH.search(name)}
+    return {name: value for name, value in found.items() if _is_allowed(name)}
 
 
 def _is_allowed(name: str) -> bool:

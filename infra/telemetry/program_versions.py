@@ -56,7 +56,8 @@ _warned: set[str] = set()
 
 
 def of_engine(kind: str, machine: Settings | None = None) -> dict[str, str]:
-    """Return the versions that an engine of this kind would run with. Empty if its interpreter does not exist, which its launch will report.
+    """Return the versions that an engine of this kind would run with, and the switches of its libraries in the environment. No package if its
+    interpreter does not exist, which its launch will report.
 
     machine: Settings with its interpreter. None: settings().
 
@@ -69,11 +70,11 @@ def of_engine(kind: str, machine: Settings | None = None) -> dict[str, str]:
         versions = _read(_engine_interpreter(kind, machine or settings())).versions
     except _NoAnswer as error:
         raise EngineUnavailable(str(error)) from error
-    return versions | devices.gpu_versions((machine or settings()).engine_gpus)
+    return versions | child_environment.switches(kind) | devices.gpu_versions((machine or settings()).engine_gpus)
 
 
 def of_trainer() -> dict[str, str]:
-    """Return the versions that the trainer would run with, as its result reports them after a job.
+    """Return the versions and switches that the trainer would run with, as its result reports them after a job.
 
     Raises:
         TrainerLost: if its interpreter does not answer.
@@ -82,7 +83,7 @@ def of_trainer() -> dict[str, str]:
         versions = _read(_trainer_interpreter()).versions
     except _NoAnswer as error:
         raise TrainerLost(str(error)) from error
-    return versions | devices.gpu_versions(settings().trainer_gpus)
+    return versions | child_environment.switches("trainer") | devices.gpu_versions(settings().trainer_gpus)
 
 
 def engine_has_bytecode(kind: str, machine: Settings) -> bool:

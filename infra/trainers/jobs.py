@@ -9,6 +9,7 @@ from infra.machine import devices
 from infra.megatron.protocol import shared_experts
 from infra.megatron.protocol.job import ADAPTER_WEIGHTS, TrainJob
 from infra.models import base_model
+from infra.processes import child_environment
 from infra.records import AdapterVersion, TrainBatch
 from infra.settings import settings
 from infra.store import digests
@@ -35,6 +36,7 @@ def job_without_batch(config: TrainerConfig, adapter: AdapterVersion) -> TrainJo
         seed=adapter.seed,
         num_threads=_threads_per_process(config.num_processes),
         device=devices.device(),
+        switches=child_environment.switches("trainer"),
         trainer=config,
     )
 

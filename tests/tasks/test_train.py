@@ -133,6 +133,8 @@ def test_a_training_is_found_again_whatever_the_size_of_its_microbatches(
         for changes in ({}, {"max_tokens_per_microbatch": 700}, {"learning_rate": 1e-5})
     ]
     assert keys[0] == keys[1] != keys[2]
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
+    assert inputs_key(TrainerConfig(), batch, adapter) != keys[0]
 
 
 @pytest.mark.parametrize(

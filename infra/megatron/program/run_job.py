@@ -59,7 +59,7 @@ def train(job: TrainJob, inputs: Inputs, phases: Phases, session: TrainerSession
             peak_memory_gib=peak_gib,
             microbatch_rows=learnt.largest.num_rows,
             microbatch_logits=learnt.largest.num_logits,
-            versions=versions(TRAINER_PACKAGES) | (devices.gpu_versions() if job.device == "cuda" else {}),
+            versions=versions(TRAINER_PACKAGES) | job.switches | (devices.gpu_versions() if job.device == "cuda" else {}),
             backends=_backends(place, job),
         )
         files.write_json(job.result_path, result.model_dump())

@@ -73,6 +73,8 @@ class TrainJob(BaseModel):
     shared_experts: Path | None = None
     """With trainer.share_experts: the file that names the engine's experts (infra.megatron.protocol.shared_experts). None: the engine has ended,
     they are read from the model's files."""
+    switches: dict[str, str] = {}
+    """Environment variables of libraries by which the trainer may compute something else; see infra.processes.child_environment."""
     trainer: TrainerConfig
 
 
@@ -101,7 +103,7 @@ class TrainResult(BaseModel):
     microbatch_logits: int = 0
     """Loss tokens of that micro-batch."""
     versions: dict[str, str]
-    """Versions of imported packages and CUDA, and on a GPU of GPU and driver; see infra.machine.read_versions."""
+    """Versions of imported packages and CUDA, and on a GPU of GPU and driver; see infra.machine.read_versions. The job's switches."""
     backends: dict[str, str] = {}
     """Backends of attention, LoRA and the fused operations."""
 

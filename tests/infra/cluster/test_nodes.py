@@ -424,3 +424,12 @@ def test_an_agent_has_the_python_path_of_the_run(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("PYTHONPATH", path)
         connection._start_agent(ray, None, 0, 0, {})
         assert ray.remote.return_value.options.call_args.kwargs["runtime_env"]["env_vars"]["PYTHONPATH"] == expected
+
+
+def test_an_agent_has_the_switches_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count as versions of engine and trainer, which start there."""
+    ray = MagicMock()
+    ray.get.return_value = ("node", "10.0.0.2")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    connection._start_agent(ray, None, 0, 0, {})
+    assert ray.remote.return_value.options.call_args.kwargs["runtime_env"]["env_vars"]["NVIDIA_TF32_OVERRIDE"] == "1"

@@ -58,3 +58,19 @@ def test_a_server_of_another_version_is_ended_and_not_adopted(config: EngineConf
     other.wake()
     assert (state := server_process.recorded()) and state.process != launched.process
     assert other.ran().versions == {config.kind: "1.1"}
+
+
+def test_a_server_is_not_adopted_under_other_switches_of_its_libraries(
+    config: EngineConfig, scripted_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = scripted_adapter(0)
+    before = open_engine(config, adapter)
+    before.wake()
+    before.load_adapter(adapter)
+    launched = server_process.recorded()
+    assert "NVIDIA_TF32_OVERRIDE" not in before.ran().versions
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    other = open_engine(config, adapter)
+    other.wake()
+    assert launched and (state := server_process.recorded()) and state.process != launched.process
+    assert other.ran().versions["NVIDIA_TF32_OVERRIDE"] == "1"

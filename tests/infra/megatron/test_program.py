@@ -90,10 +90,11 @@ def test_samples_of_the_adapter_before_are_trained_on_where_that_is_allowed(trai
     made = train(
         after=train(),
         metadata={"adapter_version": "0", "adapter_sha256": "base"},
-        job={"sampler_version": 0, "sampler_sha256": "base"},
+        job={"sampler_version": 0, "sampler_sha256": "base", "switches": {"NVTE_X": "1"}},
         loss=OLDER,
     )
     assert made.result.adapter_version == 2
+    assert made.result.versions["NVTE_X"] == "1", "a job's switches are among the versions that it reports"
 
 
 @pytest.mark.parametrize(

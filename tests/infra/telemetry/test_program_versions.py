@@ -12,6 +12,7 @@ from shared import write_interpreter
 
 from infra.failures import EngineUnavailable
 from infra.machine import read_versions
+from infra.processes import child_environment
 from infra.settings import settings
 from infra.telemetry import program_versions
 from infra.telemetry.program_versions import of_engine, of_trainer, pins_of, unpinned
@@ -83,11 +84,38 @@ def test_an_interpreter_that_does_not_answer_is_named(tmp_path: Path, monkeypatc
 
 def test_a_trainer_says_before_its_job_what_its_result_says_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = of_trainer()
-    assert own == read_versions.versions(read_versions.TRAINER_PACKAGES)
+    assert own == read_versions.versions(read_versions.TRAINER_PACKAGES) | child_environment.switches("trainer")
     other = write_interpreter(tmp_path / "python", sys.executable, num_words_less=0)
     monkeypatch.setenv("RATCHET_TRAINER_PYTHON", str(other))
     settings.cache_clear()
     assert of_trainer() == own
+
+
+def test_switches_of_the_libraries_are_versions_of_the_programs_that_have_them(
+    python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(python, "sglang", "0.5.17")
+    for name in [*child_environment.switches()]:
+        monkeypatch.delenv(name)
+    before, trained = of_engine("sglang"), of_trainer()
+    of_both = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    of_none = {
+        **dict.fromkeys(("TORCHINDUCTOR_CACHE_DIR", "SGLANG_LOGGING_CONFIG_PATH", "VLLM_LOGGING_LEVEL", "TORCH_LOGS"), "x"),
+        **dict.fromkeys(
+            ("FLASHINFER_WORKSPACE_BASE", "MKL_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_BLOCKING_WAIT"), "x"
+        ),
+        "TORCHELASTIC_RUN_ID": "x",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "VLLM_API_KEY": "hunter2",
+        "HF_HUB_OFFLINE": "1",
+    }
+    for name, value in {**of_both, **of_none, "SGLANG_X": "2", "VLLM_X": "3", "NVTE_X": "4", "FLASHINFER_X": "5"}.items():
+        monkeypatch.setenv(name, value)
+    assert of_engine("sglang") == before | of_both | {"SGLANG_X": "2", "FLASHINFER_X": "5"}
+    assert of_trainer() == trained | of_both | {"NVTE_X": "4"}
+    assert of_engine("scripted") == {"scripted": "1"}
+    assert child_environment.switches("vllm") == of_both | {"VLLM_X": "3", "FLASHINFER_X": "5"}
+    assert child_environment.switches().keys() == {*of_both, "SGLANG_X", "VLLM_X", "NVTE_X", "FLASHINFER_X"}
 
 
 def test_each_difference_from_the_nearest_lock_is_named_and_a_build_is_none(tmp_path: Path) -> None:
