@@ -7,6 +7,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from infra.config import RewardConfig
+from infra.telemetry.program_versions import key_of
 
 GIT_COMMIT = "mlflow.source.git.commit"
 """MLflow's own name: its pages show it in the column Version."""
@@ -36,7 +37,9 @@ def of_manifest(manifest: dict[str, Any]) -> dict[str, str]:
     commit = manifest.get("commit", "")
     git = {GIT_COMMIT: commit.partition("-")[0], "ratchet.commit": short(commit)} if commit else {}
     code = {"ratchet.code": manifest["code"][:DIGEST_LENGTH]} if "code" in manifest else {}
-    return git | code | locks
+    ran = {name: manifest.get(name, {}).get("versions") for name in ("engine", "trainer")}
+    versions = {f"ratchet.versions.{name}": key_of(said) for name, said in ran.items() if said}
+    return git | code | locks | versions
 
 
 def short(commit: str) -> str:

@@ -39,3 +39,14 @@ def test_a_step_is_tagged_with_commit_code_and_the_digest_of_each_lock() -> None
 def test_a_step_without_a_git_checkout_names_no_commit() -> None:
     now = environment().model_copy(update={"commit": ""})
     assert not [name for name in run_tags.of_manifest(now.model_dump(mode="json")) if "commit" in name]
+
+
+def test_a_step_is_tagged_with_the_versions_and_switches_that_ran() -> None:
+    ran = {
+        "engine": {"kind": "sglang", "versions": {"sglang": "0.5.18", "SGLANG_X": "1"}},
+        "trainer": {"versions": {"torch": "2.13.0"}},
+    }
+    assert run_tags.of_manifest(ran) == {
+        "ratchet.versions.engine": "SGLANG_X 1, sglang 0.5.18",
+        "ratchet.versions.trainer": "torch 2.13.0",
+    }
