@@ -1,7 +1,7 @@
 """Put the questions of evaluation sets to an adapter, in this terminal.
 
-Evaluates the latest adapter of RUN, or the one that --adapter names: a version (0 is the base model), the path of a PEFT folder or of a
-whole Hugging Face model, or OTHER:VERSION for another run's. Without RUN the configuration comes from a preset, a file and fields.
+Evaluates the latest adapter of RUN, or the one that --adapter names: best, latest or a version (0 is the base model), the path of a PEFT
+folder or of a whole Hugging Face model, or OTHER:VERSION for another run's. Without RUN the configuration comes from a preset, a file and fields.
 
 ratchet evaluate mine                                            the latest adapter of the run `mine`
 ratchet evaluate mine --adapter /models/other --evaluation.num_prompts 500
@@ -17,7 +17,8 @@ from infra.config import RunConfig
 
 Run = Annotated[str | None, Parameter(help="Name of a run whose configuration and adapters are taken.", show_default=False)]
 Adapter = Annotated[
-    str | None, Parameter(help="Version of the run, path, or RUN:VERSION; left out, the latest.", metavar="VERSION|PATH")
+    str | None,
+    Parameter(help="best, latest or a version of the run, a path, or RUN:VERSION; left out, the latest.", metavar="VERSION|PATH"),
 ]
 Against = Annotated[
     str | None,
