@@ -68,7 +68,10 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_runs_lists_steps_reward_evaluation_and_state(made: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_lists_steps_reward_evaluation_and_state_each_run_in_a_line(
+    made: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
     reward = read_json(run_folder(NAME) / "steps/000001/report.json")["metrics"]["reward/mean"]
     (row,) = [line for line in said(capsys, "runs").splitlines() if NAME in line]
     assert "2/2" in row and f"{reward:.4g}" in row and "(adapter " in row and "finished" in row
