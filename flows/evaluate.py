@@ -75,8 +75,8 @@ def evaluate(
 
     Args:
         config: Fields that differ from the preset, by section (`evaluation` sets the questions); or a whole configuration.
-        adapter: A version of the run (0 is the base model), the path of a PEFT folder or of a whole Hugging Face model, or RUN:VERSION for
-            another run's; left out, the run's latest version.
+        adapter: best, latest or a version of the run (0 is the base model), the path of a PEFT folder or of a whole Hugging Face model, or
+            RUN:VERSION for another run's; left out, the run's latest version.
         against: Another adapter, named in the same way, that answers the same questions; what the two differ by is shown with intervals.
         sets: Names of the sets to ask; left out, all.
         preset: Configuration to start from. auto: that of the run `name`, if there is one, else arithmetic.

@@ -178,3 +178,8 @@ class RunReport(Record):
     others: tuple[Evaluation, ...] = ()
     """Those of the run's other sets, set by set."""
     unused: UnusedSamples = UnusedSamples()
+
+    @property
+    def outcome(self) -> str:
+        """As `20 steps, all steps made`."""
+        return f"{self.num_steps} {'step' if self.num_steps == 1 else 'steps'}, {self.stopped}"

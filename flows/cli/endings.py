@@ -68,13 +68,14 @@ def print_report(made: "RunReport") -> None:
 
     steps, folder = run_page.figures_of(made), RunFolder.of(made.run)
     ends = run_page.ends_of(steps, made.evaluations)
-    print_table(f"run {made.run}: {made.num_steps} steps, {made.stopped}", ("", *ends.titles), ends.rows)
+    print_table(f"run {made.run}: {made.outcome}", ("", *ends.titles), ends.rows)
     print_warnings(run_page.all_triggered(steps))
     if made.evaluations:
         scores = ", ".join(f"{each.pass_at_1:.3f} of adapter {each.step}" for each in made.evaluations)
         console.print(f"pass@1   {scores}", soft_wrap=True)
     about = "".join(f", pass@1 {each.pass_at_1:.3f}" for each in made.evaluations if each.step == made.best.version)
-    console.print(f"best     adapter {made.best.version}{about}, SHA-256 {made.best.sha256}", soft_wrap=True)
+    weights = "the base model" if made.best.weights is None else f"SHA-256 {made.best.sha256}"
+    console.print(f"best     adapter {made.best.version}{about}, {weights}", soft_wrap=True)
     if made.unused.line:
         console.print(f"unused   {made.unused.line}", soft_wrap=True)
     print_links(made.run, folder.prefect_page)
@@ -103,7 +104,9 @@ def print_warnings(found: Iterable[tuple[int, "Triggered"]]) -> None:
     for times in by_name.values():
         steps = ", ".join(str(step) for step, _ in times[:MAX_STEPS_NAMED]) + (", ..." if len(times) > MAX_STEPS_NAMED else "")
         last = times[-1][1]
-        console.print(f"  step {steps}: {last}; {last.alarm.advice}", markup=False, soft_wrap=True)
+        console.print(
+            f"  {'step' if len(times) == 1 else 'steps'} {steps}: {last}; {last.alarm.advice}", markup=False, soft_wrap=True
+        )
 
 
 def print_links(run: str, prefect_page: Path | None) -> None:

@@ -1,5 +1,7 @@
 """What is said of errors: one plain line, with the name that is nearest to a misspelt one."""
 
+import re
+
 from cyclopts import CycloptsError, UnknownCommandError, UnknownOptionError, UnusedCliTokensError
 from cyclopts.exceptions import CoercionError, MissingArgumentError
 
@@ -20,7 +22,10 @@ def line_of(error: CycloptsError) -> str:
             known = [known for known in error.app if not known.startswith("-")]
             return f"command {name!r} does not exist{nearest(name, known)}; `{command} --help` lists all"
         case UnusedCliTokensError():
-            return f"{' '.join(error.unused_tokens or [])!r} is one word too many; `{command} --help` shows what it takes"
+            unused = error.unused_tokens or []
+            field = next((word for word in unused if re.match(r"[a-z][\w.]*=", word)), None)  # as Hydra has them
+            instead = f"a field is an option, --{field}" if field else f"`{command} --help` shows what it takes"
+            return f"{' '.join(unused)!r} is one word too many; {instead}"
         case MissingArgumentError() if error.argument is not None:
             lacks = "needs a value" if error.keyword or error.argument.tokens else "is missing"
             return f"{spelling(error)} {lacks}; `{command} --help` shows what it takes"

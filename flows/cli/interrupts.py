@@ -21,6 +21,10 @@ def say(line: Callable[[], str]) -> None:
     _line = line
 
 
+def has_come() -> bool:
+    return _has_come
+
+
 def install() -> None:
     """Have a Ctrl-C while modules are imported end in one line too, and a second one end the process at once."""
     signal.signal(signal.SIGINT, _first)

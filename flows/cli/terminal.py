@@ -7,11 +7,14 @@ import io
 import json
 import logging
 import sys
+import textwrap
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from typing import Literal, NamedTuple
 
 from rich.console import Console
+
+from flows.cli import interrupts
 
 Amount = Literal["warnings", "brief", "all"]
 OURS = ("infra.", "tasks.", "flows.", "ratchet.")
@@ -99,11 +102,25 @@ class JsonLines(io.TextIOBase):
         sys.stdout.flush()
 
 
+def indented(text: str, width: int) -> str:
+    """A text whose lines after the first stand below its first letter, which is in column `width`."""
+    return text.replace("\n", "\n" + " " * width)
+
+
+def folded(text: str, width: int) -> str:
+    """A text in lines of the terminal's width, each behind `width` blanks. Words are not broken."""
+    blanks = " " * width
+    return textwrap.fill(
+        text, console.width, initial_indent=blanks, subsequent_indent=blanks, break_long_words=False, break_on_hyphens=False
+    )
+
+
 def log_to_terminal() -> None:
-    """Print the log lines of this process on stdout."""
+    """Print the log lines of this process on stdout. After a Ctrl-C none of Prefect's: the command's last line says what has stopped."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(LineFormatter())
     handler.addFilter(lambda record: is_shown(record.name, record.levelno))
+    handler.addFilter(lambda record: not (interrupts.has_come() and record.name.startswith("prefect.")))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
 

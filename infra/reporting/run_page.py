@@ -199,7 +199,7 @@ def markdown_of(
     last = f"## Time line of the last step\n\n![time line]({timeline_url})\n\n" if timeline_url else ""
     return f"""# {made.run}
 
-{made.num_steps} steps ({made.stopped}). Best adapter version **{made.best.version}**, latest **{made.latest.version}**.
+{made.outcome}. Best adapter version **{made.best.version}**, latest **{made.latest.version}**.
 
 SHA-256 of the best: `{made.best.sha256}`
 {unused}

@@ -4,7 +4,7 @@ import hashlib
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 
@@ -22,6 +22,9 @@ PROCESS = uuid.uuid4().hex
 class ScoreJournal(LineJournal):
     """A context manager. `outcomes` holds the judged samples of earlier attempts. Unjudged ones are tried again, but for those that this process
     has tried while the rollout ran: their outcome is used once."""
+
+    decided_by: ClassVar[str] = "rollout, or another state of the reward"
+    results: ClassVar[str] = "scores"
 
     def __init__(self, path: Path, fence: dict[str, str]) -> None:
         super().__init__(path, fence)

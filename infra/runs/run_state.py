@@ -37,7 +37,7 @@ class RunState(NamedTuple):
     best_version: int | None
     """Adapter version with that score."""
     state: str
-    """at work, stopping, finished, no progress, stopped, not finished, or no step yet."""
+    """at work, stopping, finished, all steps made (but not the report), no progress, stopped, not finished, or no step yet."""
 
 
 def known_runs() -> list[str]:
@@ -97,8 +97,8 @@ def _state(run: str, config: RunConfig, num_committed: int) -> str:
     made = read_json(report) if report.exists() else {}
     if made.get("num_steps") == num_committed and made.get("stopped") in ("no progress", "asked to stop"):
         return "no progress" if made["stopped"] == "no progress" else "stopped"
-    if made and num_committed >= config.num_steps:
-        return "finished"
+    if num_committed >= config.num_steps:  # without a report: by `ratchet step`, or its end was interrupted
+        return "finished" if made else "all steps made"
     return "not finished" if num_committed else "no step yet"
 
 

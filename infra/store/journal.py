@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, ClassVar, Self
 
 import orjson
 
@@ -31,6 +31,10 @@ NUM_DIGEST_LETTERS = 16
 
 class LineJournal:
     """A context manager. A subclass takes what earlier attempts left in `_recover`."""
+
+    decided_by: ClassVar[str] = "rollout"
+    """What the inputs key stands for, and what the lines are; for the warning that a journal of another one is not used."""
+    results: ClassVar[str] = "samples"
 
     def __init__(self, path: Path, fence: dict[str, str]) -> None:
         self.path, self.fence = path, fence
@@ -47,7 +51,7 @@ class LineJournal:
     def __enter__(self) -> Self:
         lines = _whole_lines(self.path)
         if lines and lines[0] != {"fence": self.fence}:
-            self._move(f"{self.path} belongs to another rollout")
+            self._move(f"{self.path} belongs to another {self.decided_by}")
             self._left_out(lines[1:])
             lines = []
         # Rewritten: appending after a line that was cut off would spoil the next line too. Without results, the sync can wait for the first one.
@@ -88,7 +92,7 @@ class LineJournal:
         taken = len(list(self.path.parent.glob(f"{self.path.name}.aside-*")))
         target = self.path.rename(self.path.with_name(f"{self.path.name}.aside-{taken}"))
         sync(self.path.parent)
-        log.warning("%s: it is set aside as %s, its samples are not used", reason, target)
+        log.warning("%s: it is set aside as %s, its %s are not used", reason, target, self.results)
 
 
 class GrowingJournal:

@@ -14,6 +14,9 @@ from infra.store.files import verified_adapter
 from tasks.support.caching import NO_CACHE
 from tasks.support.preflight import open_run
 
+OF_THE_RUN = ("best", "latest")
+"""Names of versions; a folder of such a name is written ./best."""
+
 
 def named_version(config: RunConfig, name: str) -> AdapterVersion:
     """Return the adapter version of a run by name: best (by its evaluations, else the latest), latest, or its number.
@@ -41,6 +44,8 @@ def check_adapter(config: RunConfig, adapter: int | str | None) -> None:
         ValueError: for a version that the run does not have, and for a folder that is neither.
     """
     latest = next_step(config.name)
+    if adapter in OF_THE_RUN:
+        return
     if isinstance(adapter, str) and not adapter.isdecimal():
         folder, (run, _, version) = _folder_of(adapter), adapter.rpartition(":")
         if folder.is_dir():
@@ -61,14 +66,16 @@ def _folder_of(adapter: str) -> Path:
 def find_adapter(config: RunConfig, adapter: int | str | None) -> AdapterVersion:
     """A version of the run, or a folder -> AdapterVersion.
 
-    adapter: A version (0 is the base model), None for the latest, the path of a PEFT folder or of a whole Hugging Face model, or RUN:VERSION of
-        another run.
+    adapter: A version (0 is the base model), best (by the run's own evaluations) or latest, None for the latest, the path of a PEFT folder or
+        of a whole Hugging Face model, or RUN:VERSION of another run.
 
     Raises:
         ValueError: for a version that the run does not have, a folder that is neither, a configuration that is not the run's, or a base model
             that has changed.
     """
     check_adapter(config, adapter)
+    if isinstance(adapter, str) and adapter in OF_THE_RUN:  # by the configuration of the run: this one may ask other questions
+        adapter = named_version(config_of(config.name) if config.name in known_runs() else config, adapter).version
     if isinstance(adapter, str) and not adapter.isdecimal():
         return _by_name(config, adapter)
     open_run(_as_begun(config))

@@ -1,5 +1,7 @@
 """Compare the results of a replay with those of the old step: equal inputs must give equal bytes."""
 
+import logging
+
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
 
@@ -13,6 +15,8 @@ from infra.store.files import write_json
 from infra.store.layout import StepFolder
 from tasks.support.caching import NO_CACHE
 from tasks.support.progress_artifacts import key_of
+
+log = logging.getLogger(__name__)
 
 
 class ReplayDiffers(RuntimeError):
@@ -41,6 +45,13 @@ def table_of(rows: list[Compared]) -> str:
     """Format the rows as a Markdown table."""
     lines = [f"| {row.product} | `{row.before}` | `{row.after}` | {'yes' if row.equal else '**no**'} |" for row in rows]
     return "\n".join(["| product | digest before | digest after | equal |", "|---|---|---|---|", *lines])
+
+
+def in_words(rows: list[Compared]) -> str:
+    """As `9 of 10 digests are equal; not equal: canary`."""
+    others = [row.product for row in rows if not row.equal]
+    named = f"; not equal: {', '.join(others)}" if others else ""
+    return f"{len(rows) - len(others)} of {len(rows)} digests are equal{named}"
 
 
 def not_as_before(rows: list[Compared], *, model_moved: bool = False) -> list[str]:
@@ -83,7 +94,8 @@ def compare_digests(
     source, table = origin.replayed_from, table_of(rows)
     title = f"replay of step {source.step} of run {source.run} from {source.from_task}"
     write_json(StepFolder.of(batch).replay, source.model_dump() | {"digests": [row.model_dump() for row in rows]})
-    brief.info("%s\n%s", title, table)
+    brief.info("%s: %s", title, in_words(rows))
+    log.info("digests, before and after:\n%s", table)
     create_markdown_artifact(_page(title, origin, table), key=key_of(batch.run, "replay"), description=title)
     different = not_as_before(rows, model_moved=origin.model_moved)
     if different and must_be_equal(origin, config) and not allow_difference:

@@ -28,9 +28,11 @@ def begin_run(config: RunConfig) -> int:
     lineage.check(config.name)
     committed = next_step(config.name)
     if committed >= config.num_steps:
-        brief.info("run %s has %d steps, asked for are %d: no step to make", config.name, committed, config.num_steps)
+        brief.info("run %s: no step to make: num_steps is %d, committed steps: %d", config.name, config.num_steps, committed)
     else:
-        brief.info("run %s: steps %d to %d%s", config.name, committed, config.num_steps - 1, page_line())
+        last = config.num_steps - 1
+        steps = f"step {last}" if committed == last else f"steps {committed} to {last}"
+        brief.info("run %s: %s%s", config.name, steps, page_line())
     return committed
 
 

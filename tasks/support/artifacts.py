@@ -31,7 +31,7 @@ def show_step(made: StepReport, report: str) -> None:
 
 def show_run(made: RunReport, report: str) -> None:
     """Put a run's report on the page of its Prefect run, with a link to MLflow."""
-    about = f"{made.run}: {made.num_steps} steps, {made.stopped}, best adapter {made.best.version}"
+    about = f"{made.run}: {made.outcome}, best adapter {made.best.version}"
     create_markdown_artifact(report, key=key_of(made.run, "report"), description=about)
     link_to_mlflow(made.run)
 

@@ -22,7 +22,12 @@ class Once(logging.Filter):
             is_first, self.logged = error is not self.logged, error
             record.msg, record.args, record.exc_info = str(error), (), None
             return is_first
-        return self.logged is None or str(self.logged) not in record.getMessage()
+        return self.logged is None or not any(said in record.getMessage() for said in self._said(self.logged))
+
+    @staticmethod
+    def _said(error: BaseException) -> tuple[str, str]:
+        """The error's message, and the same as the repr of a state's message has it: quotes and backslashes are escaped there."""
+        return str(error), repr(str(error))[1:-1]
 
 
 def install() -> None:

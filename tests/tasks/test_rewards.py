@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prefect.states import Failed
 
 from infra.config import RewardConfig
 from infra.data.dataset import Row
@@ -367,6 +368,7 @@ def test_a_reward_s_digest_covers_the_modules_that_it_loads(tmp_path: Path, monk
     "error",
     [
         RewardFailed("reward 'r' raised KeyError: 'x' at r.py:3"),
+        RewardFailed("reward 'r' raised KeyError: 'x', completion 'a\\nb \"c\"'"),
         StoreRefused("s3://runs does not take .ratchet with these keys"),
         NoNodeForEngine("replica 0 of the engine has no node"),
         NoNodesForRanks("trainer.num_processes 4 does not fit evenly on the living nodes"),
@@ -375,7 +377,7 @@ def test_a_reward_s_digest_covers_the_modules_that_it_loads(tmp_path: Path, monk
 def test_an_error_of_one_line_is_logged_once_and_without_a_traceback(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("prefect.task_runs", "prefect.flow_runs"):
         logging.getLogger(name).error("Encountered exception during execution: %r", error, exc_info=error)
-    logging.getLogger("prefect.flow_runs").error("Finished in state Failed(%s)", error)
+    logging.getLogger("prefect.flow_runs").error("Finished in state %s", Failed(message=f"an exception RewardFailed: {error}"))
     logging.getLogger("prefect.flow_runs").error("something else")
     assert [(record.getMessage(), record.exc_info) for record in caplog.records] == [(str(error), None), ("something else", None)]
 

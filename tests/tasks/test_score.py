@@ -9,6 +9,8 @@ from infra.config import BatchConfig, RewardConfig
 from infra.data.prompts import Prompt
 from infra.records import PromptBatch, Rollouts
 from infra.rewards import client
+from infra.rewards.outcome import Outcome
+from infra.rewards.scores import ScoreJournal
 from infra.store.files import DigestMismatch, record_of, write_json_lines
 from infra.store.samples import Sample, read_samples, write_samples
 from infra.telemetry.timings import measures_of
@@ -178,7 +180,7 @@ def test_a_step_with_a_reward_of_a_users_own_says_what_is_unjudged_and_leaves_no
         "reward/unjudged/returned_None_frac": 0.25,
         "reward/frac_unjudged_groups": 0.5,
     }
-    assert not list((workspace / "runs/run/steps/000003").glob("*.journal"))
+    assert not list((workspace / "runs/run/steps/000003").glob("*.journal*"))
     batch = assemble.fn(BatchConfig(), scored)
     assert (batch.num_sequences, batch.num_dropped_groups) == (2, 0)
 
@@ -198,6 +200,18 @@ def test_a_reward_whose_file_changes_while_it_judges_gives_all_samples_their_sco
     assert scored.reward_source == rewards.source_digests(config) != before
     assert before not in {key[3] for key in client._POOLS}, "a worker that began meanwhile has another state than the pool's"
     client.close_all()
+
+
+def test_after_a_change_of_the_reward_the_warning_is_of_its_scores_and_not_of_the_samples(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = tmp_path / "scores.journal"
+    for inputs in ({"reward": "before"}, {"reward": "mended"}):
+        with ScoreJournal(journal, inputs) as opened:
+            opened.add(("mine.py:score", 1, 0, "ab"), Outcome(1.0))
+    assert caplog.messages == [
+        f"{journal} belongs to another rollout, or another state of the reward: it is set aside as {journal}.aside-0, its scores are not used"
+    ]
 
 
 def of_three_and_one_turns() -> list[Sample]:

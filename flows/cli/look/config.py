@@ -41,10 +41,11 @@ def config(part: Part = "", /, *, markdown: Markdown = False) -> None:
     if markdown:
         print(page_of(chosen))
         return
-    from flows.cli.terminal import console
+    from flows.cli.terminal import console, folded
 
     for field in chosen:
-        console.print(f"{field.name}\n    {field.help}", soft_wrap=False, markup=False)
+        console.print(field.name, style="bold", markup=False, soft_wrap=True)
+        console.print(folded(field.help, 4), markup=False, soft_wrap=True)
 
 
 def page_of(fields: "list[Field]") -> str:

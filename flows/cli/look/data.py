@@ -18,7 +18,7 @@ Rows = Annotated[int, Parameter(help="Number of prompts to show.")]
 
 @takes_fields(RunConfig, logs=False)
 def data(*, rows: Rows = 5, chosen: Chosen) -> None:
-    from flows.cli.terminal import console
+    from flows.cli.terminal import console, indented
     from infra.data import dataset, prompts
     from infra.data.summary import summary_of
     from infra.models import base_model
@@ -36,13 +36,14 @@ def data(*, rows: Rows = 5, chosen: Chosen) -> None:
     if config.played is None:
         check_there(config.reward, config.training)
     folder = base_model.locate(config.model)  # which may make it or download it: after what is quick to refuse
+    prompts.check_lengths(config.training, folder)  # as a run does: it names the longest of all
     found = summary_of(config, folder)
     shown = prompts.draw(config.training, folder, step=0, seed=config.seed)[:rows]
     own = rewards_of_own_answers(config.reward, shown)
     tokenizer, instruction = base_model.tokenizer(folder), config.data.instruction
     for number, prompt in enumerate(shown):
-        console.print(f"row {prompt.row_number}: {prompt.question}", markup=False, soft_wrap=True)
-        console.print(f"  answer    {prompt.answer}", markup=False, soft_wrap=True)
+        console.print(f"row {prompt.row_number}: {indented(prompt.question, 2)}", markup=False, soft_wrap=True)
+        console.print(f"  answer    {indented(prompt.answer, 12)}", markup=False, soft_wrap=True)
         if own:
             console.print(f"  reward    {own[number]:g} for this answer", markup=False)
         console.print(f"  prompt    {tokenizer.decode(prompt.prompt_tokens)!r}", markup=False, soft_wrap=True)

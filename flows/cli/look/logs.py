@@ -57,7 +57,9 @@ def log_of(name: str, step: int | None) -> Path:
         wanted = [StepFolder(path).train.log for path in steps[-1:]] if step is None else [StepFolder.at(name, step).train.log]
         if wanted and wanted[0].exists():
             return wanted[0]
-        raise ValueError(f"run {name!r} has no trainer log{'' if step is None else f' of step {step}'} yet")
+        raise ValueError(
+            f"run {name!r} has no trainer log{'' if step is None else f' of step {step}'} yet; `ratchet logs` lists the other logs"
+        )
     if (folder / f"{name}.log").exists():
         return folder / f"{name}.log"
     known = [*run_state.known_runs(), *(path.stem for path in folder.glob("*.log"))]

@@ -13,19 +13,14 @@ Part = Annotated[str, Parameter(help="Part of a name.", show_default=False)]
 
 
 def presets(part: Part = "", /) -> None:
-    from rich.table import Table
-
-    from flows.cli.terminal import console
+    from flows.cli.terminal import console, folded
     from flows.presets import PRESETS
 
-    table = Table()
-    for column in ("preset", "model", "data", "steps", "about"):
-        table.add_column(column, overflow="fold", justify="right" if column == "steps" else "left")
-    for name, make in PRESETS.items():
-        if part in name:
-            made = make()
-            about = " ".join((make.__doc__ or "").split("\n\n")[0].split())
-            table.add_row(name, made.model, made.data.source, str(made.num_steps), about)
-    if not table.row_count:
+    found = {name: make for name, make in PRESETS.items() if part in name}
+    if not found:
         raise ValueError(f"no preset has {part!r} in its name; known are {', '.join(PRESETS)}")
-    console.print(table)
+    for name, make in found.items():
+        made = make()
+        console.print(name, style="bold", markup=False)
+        console.print(f"    model {made.model}; data {made.data.source}; {made.num_steps} steps", markup=False, soft_wrap=True)
+        console.print(folded((make.__doc__ or "").split("\n\n")[0], 4), markup=False, soft_wrap=True)

@@ -23,6 +23,7 @@ Store = Annotated[
 
 
 def runs(*, as_json: Json = False, store: Store = None) -> None:
+    from flows.cli.endings import print_table
     from flows.cli.terminal import console
     from infra.runs import run_state
     from infra.settings import settings
@@ -41,7 +42,8 @@ def runs(*, as_json: Json = False, store: Store = None) -> None:
 
         print(json.dumps([each._asdict() for each in found], indent=1))
     elif found:
-        console.print(table_of(found))
+        columns = ("run", "steps", "last reward", "best evaluation", "state")
+        print_table(f"workspace {settings().workspace}", columns, [row_of(each) for each in found])
     for line in unreadable:
         console.print(line, soft_wrap=True)
     if not found and not unreadable and not as_json:
@@ -51,6 +53,7 @@ def runs(*, as_json: Json = False, store: Store = None) -> None:
 
 
 def list_stored(store: str, *, as_json: bool) -> None:
+    from flows.cli.endings import print_table
     from flows.cli.terminal import console
     from infra.mirror.fetching import stored_runs
 
@@ -61,37 +64,22 @@ def list_stored(store: str, *, as_json: bool) -> None:
         print(json.dumps([each._asdict() for each in found], indent=1))
     else:
         sound = [each for each in found if not each.trouble]
-        if sound or not found:
-            console.print(table_of_stored(sound) if sound else f"{store} holds no run")
+        if not found:
+            console.print(f"{store} holds no run")
+        elif sound:
+            columns = ("run", "steps", "last reward", "to continue it")
+            print_table(f"store {store}", columns, [row_of_stored(each) for each in sound])
         for each in found:
             if each.trouble:
                 console.print(f"run {each.name} cannot be continued: {each.trouble}", soft_wrap=True)
 
 
-def table_of_stored(found: "list[StoredRun]") -> object:
-    from rich.table import Table
-
-    table = Table()
-    table.add_column("run", overflow="fold")
-    for column in ("steps", "last reward"):
-        table.add_column(column, justify="right")
-    table.add_column("to continue it", overflow="fold")
-    for each in found:
-        reward = "-" if each.last_reward is None else f"{each.last_reward:.4g}"
-        table.add_row(each.name, str(each.num_steps), reward, f"ratchet run --from {each.url}")
-    return table
+def row_of_stored(each: "StoredRun") -> tuple[str, str, str, str]:
+    reward = "-" if each.last_reward is None else f"{each.last_reward:.4g}"
+    return each.name, str(each.num_steps), reward, f"ratchet run --from {each.url}"
 
 
-def table_of(found: "list[RunState]") -> object:
-    from rich.table import Table
-
-    table = Table()
-    table.add_column("run", overflow="fold")
-    for column in ("steps", "last reward", "best evaluation"):
-        table.add_column(column, justify="right")
-    table.add_column("state")
-    for each in found:
-        reward = "-" if each.last_reward is None else f"{each.last_reward:.4g}"
-        best = "-" if each.best_score is None else f"{each.best_score:.3f} (adapter {each.best_version})"
-        table.add_row(each.name, f"{each.num_committed}/{each.num_steps}", reward, best, each.state)
-    return table
+def row_of(each: "RunState") -> tuple[str, str, str, str, str]:
+    reward = "-" if each.last_reward is None else f"{each.last_reward:.4g}"
+    best = "-" if each.best_score is None else f"{each.best_score:.3f} (adapter {each.best_version})"
+    return each.name, f"{each.num_committed}/{each.num_steps}", reward, best, each.state

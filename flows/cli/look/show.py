@@ -23,7 +23,9 @@ def show(run: str, step: Step = None, /, *, samples: Samples = 4) -> None:
     run_state.check_exists(run)
     steps = lineage.committed_steps(run)
     if not steps:
-        raise ValueError(f"run {run!r} has no committed step yet; `ratchet logs {run}` shows what it is at")
+        raise ValueError(
+            f"run {run!r} has no committed step yet: `ratchet status` shows what is at work, `ratchet logs` lists all logs"
+        )
     if step is not None and step not in steps:
         raise ValueError(f"run {run!r} has no committed step {step}; it has {', '.join(map(str, steps))}")
     state = run_state.state_of(run)
@@ -36,17 +38,17 @@ def show(run: str, step: Step = None, /, *, samples: Samples = 4) -> None:
 
 def print_step(run: str, step: int, num_samples: int) -> None:
     from flows.cli.endings import print_figures, print_forecast
-    from flows.cli.terminal import console
+    from flows.cli.terminal import console, indented
     from infra.reporting.shown_samples import best_and_worst_rows
 
     print_figures(run, step)
     print_forecast(run, step)
     for row in best_and_worst_rows(run, step, num_samples):
         console.print(f"\nreward {row['reward']:.4g}, advantage {row['advantage']:.4g}", markup=False)
-        console.print(f"  {row['prompt']}", markup=False)
+        console.print(f"  {indented(row['prompt'], 2)}", markup=False, soft_wrap=True)
         for heading, text in row["turns"] or [("", row["completion"])]:
             if heading:
                 console.print(f"  {heading}:", markup=False)
-            console.print(f"  > {text}", markup=False)
+            console.print(f"  > {indented(text, 4)}", markup=False, soft_wrap=True)
         if row["judge"]:
             console.print(f"  judge: {row['judge']}", markup=False)

@@ -17,8 +17,7 @@ def status(*, password: Password = False) -> None:
     if password:
         print_password()
         return
-    from rich.table import Table
-
+    from flows.cli.endings import print_table
     from flows.cli.terminal import console
     from infra.processes import gpu_lock
     from infra.runs import run_state
@@ -26,14 +25,9 @@ def status(*, password: Password = False) -> None:
     from infra.settings import settings
     from infra.tracking import mlflow_store, upload
 
-    table = Table()
-    for column in ("what", "state", "where", "log"):
-        table.add_column(column, overflow="fold")
-    for row in rows():
-        table.add_row(*row)
-    console.print(table)
+    print_table(f"workspace {settings().workspace}", ("what", "state", "where", "log"), list(rows()))
     owner, waiting = gpu_lock.holder(), upload.waiting_runs()
-    console.print(f"workspace        {settings().workspace}, {len(run_state.known_runs())} runs", soft_wrap=True)
+    console.print(f"\nruns             {len(run_state.known_runs())}")
     console.print(f"GPUs are held by {owner or 'nothing'}", soft_wrap=True)
     console.print(f"not uploaded     {', '.join(waiting) or 'nothing'}" + ("; `ratchet upload` uploads it" if waiting else ""))
     if mlflow := servers.running_mlflow_url():

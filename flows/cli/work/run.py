@@ -41,10 +41,12 @@ def run(*, chosen: Chosen, show: bool = False, copy: From = None) -> None:
         print_resolved(found)
         return
     from flows.cli import interrupts
+    from flows.cli.terminal import log_to_terminal
     from flows.run import rl_run
     from infra.services import prefect_address
     from tasks.support.preflight import check_run, open_run
 
+    log_to_terminal()  # after Prefect is imported, which sets up lines of its own form
     prefect_address.given()  # a wrong address is an error before anything is written
     check_run(config)
     open_run(config, nothing_committed="leave")

@@ -19,10 +19,12 @@ def step(*, chosen: Chosen, show: bool = False) -> None:
         print_resolved(found)
         return
     from flows.cli import interrupts
+    from flows.cli.terminal import log_to_terminal
     from flows.step import rl_step
     from infra.services import prefect_address
     from tasks.support.preflight import check_step, open_run
 
+    log_to_terminal()
     prefect_address.given()  # a wrong address is an error before anything is written
     check_step(config)
     open_run(config, nothing_committed="leave")

@@ -20,15 +20,19 @@ from infra.config.tools.reward_file import absolute_in_sweep
 if TYPE_CHECKING:
     from infra.eval_records import RunReport
 
-Over = Annotated[list[str], Parameter(help="A field and its values; may be given several times.", metavar="FIELD=VALUE,VALUE")]
+Over = Annotated[
+    list[str], Parameter(help="A field and its values; may be given several times.", metavar="FIELD=VALUE,VALUE", negative=())
+]
 
 
 @takes_fields(RunConfig, show=True)
 def sweep(*, over: Over, chosen: Chosen, show: bool = False) -> None:
     from flows.cli.session import with_prefect
+    from flows.cli.terminal import log_to_terminal
     from infra.services import prefect_address
     from tasks.sweeps.begin_sweep import check_sweep
 
+    log_to_terminal()
     config, _ = chosen.run("arithmetic")
     over = [absolute_in_sweep(words, Path.cwd()) for words in over]
     if not show:

@@ -3,9 +3,10 @@
 Besides, where each value of a resolved configuration comes from.
 """
 
+import json
 import types
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -83,7 +84,9 @@ def shown(value: object) -> str:
         case bool():
             return str(value).lower()
         case tuple() | list():
-            return "[" + ", ".join(f'"{item}"' if isinstance(item, str) else str(item) for item in value) + "]"
+            return "[" + ", ".join(f'"{item}"' if isinstance(item, str) else shown(item) for item in value) + "]"
+        case dict():
+            return json.dumps({name: each for name, each in value.items() if each is not None}, ensure_ascii=False)
         case "":
             return '""'
     return str(value)
@@ -97,6 +100,8 @@ def _named(annotation: Any) -> str:  # Any: an annotation
         return "|".join(_named(argument) for argument in arguments)
     if origin is tuple:
         return f"list of {_named(arguments[0])}"
+    if origin is Annotated:
+        return _named(arguments[0])
     return "null" if annotation is type(None) else str(getattr(annotation, "__name__", annotation))
 
 

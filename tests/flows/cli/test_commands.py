@@ -12,6 +12,7 @@ from prefect.settings import PREFECT_API_URL
 from shared import FIRST_PORT, RATCHET, becomes, sample
 
 from flows.cli.app import run
+from flows.cli.services import status
 from flows.run import rl_run
 from infra.config import RunConfig
 from infra.engines.journal import Journal
@@ -67,7 +68,10 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_runs_lists_steps_reward_evaluation_and_state(made: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_lists_steps_reward_evaluation_and_state_each_run_in_a_line(
+    made: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
     reward = read_json(run_folder(NAME) / "steps/000001/report.json")["metrics"]["reward/mean"]
     (row,) = [line for line in said(capsys, "runs").splitlines() if NAME in line]
     assert "2/2" in row and f"{reward:.4g}" in row and "(adapter " in row and "finished" in row
@@ -108,6 +112,7 @@ def test_show_has_headline_figures_warnings_and_samples(made: RunConfig, capsys:
         (["show", "mad"], "has no run 'mad'; the nearest is made"),
         (["show", NAME, "7"], "run 'made' has no committed step 7; it has 0, 1"),
         (["logs", "mad"], "there is no log of 'mad'; the nearest is made"),
+        (["logs", NAME, "--step", "7"], "run 'made' has no trainer log of step 7 yet; `ratchet logs` lists the other logs"),
         (["du", "x"], "has no run 'x'"),
         (["stop", NAME], "run 'made' is not at work: there is nothing to stop"),
         (["config", "trainer.learning_rat"], "field 'trainer.learning_rat' does not exist; the nearest is trainer.learning_rate"),
@@ -200,7 +205,7 @@ def test_chat_answers_each_line(made: RunConfig) -> None:
 def test_evaluate_asks_a_run_s_own_questions(made: RunConfig) -> None:
     before = len(list((run_folder(NAME) / "evaluations").iterdir()))
     text = ratchet("evaluate", NAME, "--adapter", "1")
-    assert "eval/pass_at_1" in text and f"adapter 1 of run {NAME}, 4 questions" in text
+    assert 0 < text.index(f"adapter 1 of run {NAME}, 4 questions") < text.index("eval/pass_at_1"), "what it is of comes first"
     assert len(list((run_folder(NAME) / "evaluations").iterdir())) == before + 1
 
 
@@ -210,11 +215,15 @@ def test_upload_brings_what_is_missing_and_says_when_there_is_nothing(made: RunC
     assert "--to sqlite:///x needs the name of a run" in ratchet("upload", "--to", "sqlite:///x", rc=2)
 
 
-def test_status_says_what_runs(made: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_says_what_runs_each_program_in_a_line(
+    made: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    address = "http://127.0.0.1:12345/api"
+    monkeypatch.setattr(status, "rows", lambda: [("prefect", "pid 1", address, "/log"), ("engine", "not running", "", "")])
     text = said(capsys, "status")
-    assert (
-        "prefect" in text and "not running" in text and "GPUs are held by nothing" in text and str(settings().workspace) in text
-    )
+    assert text.splitlines()[0] == f"workspace {settings().workspace}" and "GPUs are held by nothing" in text
+    assert f"prefect   pid 1         {address}   /log\n" in text and "engine    not running\n" in text
 
 
 def test_a_run_that_is_asked_to_stop_ends_after_its_step_and_goes_on_later(

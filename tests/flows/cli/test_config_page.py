@@ -25,7 +25,18 @@ def test_every_field_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_presets_are_listed_with_their_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "220")
+    monkeypatch.setenv("COLUMNS", "80")
     run(["presets", "smoke"])
     text = capsys.readouterr().out
-    assert "smoke" in text and "tiny" in text and "As small as shows everything" in text and "gsm8k" not in text
+    assert "model tiny; data arithmetic; 2 steps" in text and "    As small as shows everything" in text and "gsm8k" not in text
+    run(["presets", "arithmetic-gpu"])
+    assert "docs/results/learning-gpu.md" in capsys.readouterr().out, "what can be copied is in one piece"
+
+
+def test_each_line_of_a_fields_help_stands_below_its_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    run(["config", "trainer.loss"])
+    names = [field.name for field in fields_of(RunConfig) if field.name.startswith("trainer.loss.")]
+    assert [line for line in capsys.readouterr().out.splitlines() if not line.startswith("    ")] == names

@@ -158,6 +158,10 @@ def test_a_value_that_does_not_fit_is_named(arguments: list[str], message: str) 
         ),
         (["run", "--name"], "--name needs a value; `ratchet run --help` shows what it takes"),
         (["run", "word"], "'word' is one word too many; "),
+        (
+            ["run", "trainer.learning_rate=1e-4"],
+            "'trainer.learning_rate=1e-4' is one word too many; a field is an option, --trainer.learning_rate=1e-4",
+        ),
         (["rum"], "command 'rum' does not exist; the nearest is "),
         (["show"], "RUN is missing; `ratchet show --help` "),
         (["show", "x", "three"], "STEP = 'three' cannot be: a whole number is needed"),

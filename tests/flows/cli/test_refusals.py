@@ -304,14 +304,25 @@ def test_a_run_of_a_name_that_the_store_has_is_refused_before_anything_is_starte
     index.parent.mkdir(parents=True)
     index.write_text('{"run": "smoke", "run_id": "of another machine", "files": []}')
     url = str(tmp_path / "store")
+    rows = [f'{{"question": "{n} + 1?", "answer": "{n + 1}"}}\n' for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
     for words in (["run"], ["step"]):
         words += ["--preset", "smoke", "--model", str(random_tiny), "--engine.kind", "scripted"]
+        words += ["--data.source", str(tmp_path / "rows.jsonl")]  # of which a part is held out: without -v this is no line
         done = command(tmp_path / "w", *words, RATCHET_STORE_URL=url)
         refused(
             done,
             f"{url} holds a run 'smoke' that is not here: `ratchet run --from {url}/smoke` goes on with it; for a new run give",
         )
     assert not (tmp_path / "w/runs").exists()
+
+
+def test_data_names_the_longest_of_all_prompts_that_are_too_long(tmp_path: Path, random_tiny: Path) -> None:
+    rows = [f'{{"question": "{"1 + " * (100 + n)} 2?", "answer": "{n}"}}\n' for n in range(40)]
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(rows))
+    done = command(tmp_path / "w", "data", "--model", str(random_tiny), "--data.source", str(path), "--evaluation.every", "0")
+    refused(done, f"40 of 40 prompts of '{path}' have more tokens than data.max_prompt_tokens 128, that of row 39 has ")
 
 
 def test_a_store_s_folder_that_is_not_there_is_wrong_input(workspace: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flows.cli import terminal
+from flows.cli import interrupts, terminal
 from flows.cli.app import run
 from flows.cli.program import program
 
@@ -52,6 +52,21 @@ def test_without_an_option_a_step_a_warning_and_an_error_are_printed_with_the_ti
         "warning: trainer: WARNING: slow",
         "error: Finished in state Failed()",
     ]
+
+
+def test_after_a_ctrl_c_prefects_lines_are_left_out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "_has_come", True)
+    assert [line[9:] for line in printed(capsys)[:-1]] == ["step 0/2", "warning: trainer: WARNING: slow"]
+
+
+def test_a_text_is_folded_behind_blanks_and_no_word_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    assert terminal.folded("see docs/results/learning-gpu.md for it", 4).splitlines() == [
+        "    see",
+        "    docs/results/learning-gpu.md",
+        "    for it",
+    ]
+    assert terminal.indented("a\nb", 2) == "a\n  b"
 
 
 def test_verbose_adds_details_and_quiet_leaves_warnings(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,8 @@ def test_a_default_is_shown_as_it_could_be_given() -> None:
     changes = [f"{name}={shown(field.default)}" for name, field in FIELDS.items()]
     assert with_overrides(RunConfig(), changes) == RunConfig()
     assert [shown(value) for value in (True, None, (1, 2), ("a",), "")] == ["true", "null", "[1, 2]", '["a"]', '""']
+    assert shown(({"name": "held-out", "every": None},)) == '[{"name": "held-out"}]', "what is left out, is; and it can be typed"
+    assert not [field.name for field in FIELDS.values() if "Annotated" in field.kind]
 
 
 def test_each_value_says_where_it_comes_from() -> None:

@@ -125,6 +125,10 @@ def run_report(num_steps: int) -> RunReport:
     )
 
 
+def test_one_step_is_no_steps() -> None:
+    assert [run_report(number).outcome for number in (1, 2)] == ["1 step, all steps made", "2 steps, all steps made"]
+
+
 def test_a_program_that_is_not_that_of_the_step_before_is_a_warning() -> None:
     changes = ("engine sglang: sglang 0.5.17 -> 0.5.18",)
     warnings = page(made(5, NOW), changes=changes).partition("## Warnings")[2].partition("##")[0]

@@ -7,7 +7,7 @@ import pytest
 
 from infra.config import EngineConfig, RunConfig
 from infra.machine import devices
-from tasks.replays.compare_digests import compared, must_be_equal, not_as_before
+from tasks.replays.compare_digests import compared, in_words, must_be_equal, not_as_before
 
 BEFORE = {"prompts": "a", "samples": "b", "batch": "c", "adapter out": "d", "exp_avg out": "e", "canary": "f"}
 
@@ -23,6 +23,12 @@ def test_what_a_gpu_made_in_training_is_shown_and_not_judged(
     after = BEFORE | dict.fromkeys(("samples", "adapter out", "exp_avg out", "canary"), "another")
     assert not_as_before(compared(BEFORE, after)) == judged
     assert not_as_before(compared(BEFORE, BEFORE)) == []
+
+
+def test_a_terminal_gets_a_line_with_what_is_not_equal_and_no_table() -> None:
+    assert in_words(compared(BEFORE, BEFORE)) == "6 of 6 digests are equal"
+    after = BEFORE | {"adapter out": "x", "canary": "y"}
+    assert in_words(compared(BEFORE, after)) == "4 of 6 digests are equal; not equal: adapter out, canary"
 
 
 def test_an_adapter_that_names_its_model_s_new_place_is_as_it_was() -> None:
