@@ -32,7 +32,7 @@ from infra.reporting.headline_metrics import PARTS
 from infra.rewards.judges.ledger import step_work
 from infra.runs import lineage
 from infra.runs.accounting import unused
-from infra.runs.manifest import Manifest, environment, program_changes, read_manifest
+from infra.runs.manifest import Manifest, Ran, environment, program_changes, read_manifest
 from infra.runs.replay import Origin, origin_of
 from infra.store import check_costs
 from infra.store.check_costs import counted
@@ -251,10 +251,7 @@ def changes_since_step_before(batch: TrainBatch, engine: EngineRan, trainer: Tra
     if not path.exists():
         return ()
     before = read_manifest(path.parent)
-    of_reward = (
-        () if before.reward_source == reward_source else ("the source of the reward: these scores are of another state of it",)
-    )
-    return (*program_changes(before, engine, trainer), *of_reward)
+    return program_changes(Ran(before.engine, before.trainer, before.reward_source), Ran(engine, trainer, reward_source))
 
 
 @counted("manifest")

@@ -33,6 +33,7 @@ def print_step(run: str, step: int) -> None:
 def print_figures(run: str, step: int) -> None:
     from infra.reporting import headline_metrics, step_page
     from infra.runs import history
+    from infra.runs.manifest import changes_at
     from infra.runs.run_state import config_of
 
     figures, config = history.figures_at(run, step) or {}, config_of(run).eval_config
@@ -49,7 +50,7 @@ def print_figures(run: str, step: int) -> None:
         for each in headline_metrics.known(now)
     ]
     print_table(f"step {step} of run {run}", ("", "this step", "change", ""), rows)
-    print_warnings((step, each) for each in step_page.triggered_at(run, step, figures, last))
+    print_warnings(((step, each) for each in step_page.triggered_at(run, step, figures, last)), changes_at(run, [step]))
 
 
 def print_forecast(run: str, step: int) -> None:
@@ -64,12 +65,13 @@ def print_forecast(run: str, step: int) -> None:
 def print_report(made: "RunReport") -> None:
     """What a run came to."""
     from infra.reporting import run_page
+    from infra.runs.manifest import changes_at
     from infra.store.layout import RunFolder
 
     steps, folder = run_page.figures_of(made), RunFolder.of(made.run)
     ends = run_page.ends_of(steps, made.evaluations)
     print_table(f"run {made.run}: {made.outcome}", ("", *ends.titles), ends.rows)
-    print_warnings(run_page.all_triggered(steps))
+    print_warnings(run_page.all_triggered(steps), changes_at(made.run, steps))
     if made.evaluations:
         scores = ", ".join(f"{each.pass_at_1:.3f} of adapter {each.step}" for each in made.evaluations)
         console.print(f"pass@1   {scores}", soft_wrap=True)
@@ -95,12 +97,19 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         console.print(line.rstrip(), markup=False, soft_wrap=True)
 
 
-def print_warnings(found: Iterable[tuple[int, "Triggered"]]) -> None:
-    """A line for each rule that warned: in which steps, what was seen there last, and what may help."""
+def print_warnings(found: Iterable[tuple[int, "Triggered"]], changes: Sequence[tuple[int, str]]) -> None:
+    """A line for each rule that warned: in which steps, what was seen there last, and what may help.
+
+    changes: What ran otherwise in a step than in the one before it.
+    """
+    from infra.reporting.step_page import OTHER_PROGRAMS
+
     by_name: dict[str, list[tuple[int, Triggered]]] = {}
     for step, each in found:
         by_name.setdefault(each.alarm.name, []).append((step, each))
-    console.print("warnings" if by_name else "warnings none")
+    console.print("warnings" if by_name or changes else "warnings none")
+    for step, change in changes:
+        console.print(f"  step {step}: {OTHER_PROGRAMS}: {change}", markup=False, soft_wrap=True)
     for times in by_name.values():
         steps = ", ".join(str(step) for step, _ in times[:MAX_STEPS_NAMED]) + (", ..." if len(times) > MAX_STEPS_NAMED else "")
         last = times[-1][1]

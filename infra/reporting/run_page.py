@@ -14,10 +14,11 @@ from infra.reporting.curves import Panel
 from infra.reporting.headline_metrics import PASS_AT_1
 from infra.reporting.names import evaluation_name, step_name
 from infra.reporting.sample_text import cell, same_questions_section, samples_section
-from infra.reporting.step_page import all_figures, shown_samples
+from infra.reporting.step_page import OTHER_PROGRAMS, all_figures, shown_samples
 from infra.reporting.step_warnings import Triggered
 from infra.runs import evaluations, history
 from infra.runs.history import Figures
+from infra.runs.manifest import changes_at
 from infra.store.files import path_of, read_json, write, write_json
 from infra.store.layout import EvaluationFolder, RunFolder, StepFolder
 
@@ -171,9 +172,11 @@ def all_triggered(steps: dict[int, Figures]) -> list[tuple[int, Triggered]]:
     return [(step, each) for n, step in enumerate(steps) for each in step_warnings.triggered(of[n], history.history_in(of, n))]
 
 
-def warnings_table(found: list[tuple[int, Triggered]]) -> str:
+def warnings_table(found: list[tuple[int, Triggered]], changes: list[tuple[int, str]]) -> str:
+    """changes: Of programs; see infra.runs.manifest.changes_at."""
+    lines = [f"* Step {step}, {OTHER_PROGRAMS}: {cell(change)}" for step, change in changes]
     if not found:
-        return "None in any step."
+        return "\n".join(lines or ["None in any step."])
     by_name: dict[str, list[tuple[int, Triggered]]] = {}
     for step, each in found:
         by_name.setdefault(each.alarm.name, []).append((step, each))
@@ -182,7 +185,8 @@ def warnings_table(found: list[tuple[int, Triggered]]) -> str:
         f"`{times[-1][1].alarm.figure}` {times[-1][1].value:.3g}<br>{step_warnings.said(times[-1][1].alarm)} | {cell(times[-1][1].alarm.advice)} |"
         for name, times in by_name.items()
     ]
-    return "\n".join(["| warning | steps | the last time | what may help |", "|--|--|--|--|", *rows])
+    table = ["| warning | steps | the last time | what may help |", "|--|--|--|--|", *rows]
+    return "\n".join([*lines, *([""] if lines else []), *table])
 
 
 def markdown_of(
@@ -215,7 +219,7 @@ SHA-256 of the best: `{made.best.sha256}`
 
 ## Warnings
 
-{warnings_table(all_triggered(steps))}
+{warnings_table(all_triggered(steps), changes_at(made.run, steps))}
 
 {last}## The same questions over the evaluations
 

@@ -8,7 +8,10 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -148,15 +151,44 @@ def changes(title: str, before: dict[str, str], now: dict[str, str]) -> list[str
     return [f"{title}: {', '.join(changed)}"] if changed else []
 
 
-def program_changes(before: Manifest, engine: EngineRan, trainer: TrainerRan) -> tuple[str, ...]:
-    """Return a line for each program that ran with other versions than in the previous step. Another kind of engine is a change of the
-    configuration, and its versions cannot be compared."""
-    pairs: list[tuple[str, ProgramRan, ProgramRan]] = [("trainer", before.trainer, trainer)]
-    if engine.kind == before.engine.kind:
-        pairs.insert(0, (f"engine {engine.kind}", before.engine, engine))
-    return tuple(
+class Ran(NamedTuple):
+    """What made a step's samples, adapter and scores, beside its configuration."""
+
+    engine: EngineRan
+    trainer: TrainerRan
+    reward_source: str
+    """Digest; see Manifest."""
+
+
+def program_changes(before: Ran, now: Ran) -> tuple[str, ...]:
+    """Return a line for each program that ran with other versions than in the previous step, and for another source of the reward. Another kind
+    of engine is a change of the configuration, and its versions cannot be compared."""
+    pairs: list[tuple[str, ProgramRan, ProgramRan]] = [("trainer", before.trainer, now.trainer)]
+    if now.engine.kind == before.engine.kind:
+        pairs.insert(0, (f"engine {now.engine.kind}", before.engine, now.engine))
+    of_programs = [
         line for name, was, ran in pairs for line in changes(name, was.versions | was.backends, ran.versions | ran.backends)
-    )
+    ]
+    is_same = before.reward_source == now.reward_source
+    return (*of_programs, *([] if is_same else ["the source of the reward: these scores are of another state of it"]))
+
+
+def changes_at(run: str, steps: Iterable[int]) -> list[tuple[int, str]]:
+    """Return what ran otherwise in a step than in the one before it, as the step and a line, for each of these committed steps. A step whose
+    manifest does not say it, such as one of an earlier version of Ratchet, is passed over."""
+    known: dict[int, Ran | None] = {}
+
+    def at(step: int) -> Ran | None:
+        if step not in known:
+            known[step] = None
+            with suppress(ValueError, OSError, KeyError, TypeError):
+                told = read_json(StepFolder.at(run, step).manifest)
+                programs = EngineRan.model_validate(told["engine"]), TrainerRan.model_validate(told["trainer"])
+                known[step] = Ran(*programs, told["reward_source"])
+        return known[step]
+
+    pairs = ((step, at(step - 1), at(step)) for step in steps)
+    return [(step, line) for step, before, now in pairs if before and now for line in program_changes(before, now)]
 
 
 def _changed(before: dict[str, str], now: dict[str, str]) -> list[tuple[str, str | None, str | None]]:

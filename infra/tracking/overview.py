@@ -13,8 +13,10 @@ from infra.records import StepReport
 from infra.reporting import headline_metrics
 from infra.reporting.run_page import all_triggered
 from infra.reporting.shown_samples import best_and_worst_rows
+from infra.reporting.step_page import OTHER_PROGRAMS
 from infra.runs import evaluations
 from infra.runs.history import Figures
+from infra.runs.manifest import changes_at
 from infra.store.files import read_json
 from infra.store.layout import PREFECT_PAGE, RunFolder, StepFolder
 from infra.store.samples import WHOLE_REWARD
@@ -73,7 +75,7 @@ def description(run: str, links: Mapping[str, str]) -> str:
     config = model_registry.config_of(run)
     evaluated = evaluations.of_run(run, config.eval_config)
     unreached = evaluations.unreached_threshold(config.evaluation, evaluated)
-    warnings = "; ".join(filter(None, (_warnings(figures), unreached))) or "none"
+    warnings = "; ".join(filter(None, (_warnings(run, figures), unreached))) or "none"
     parts = [  # MLflow shows the first lines, and the others on request
         "  \n".join((f"**{state(run, config, len(steps))}**{_now(figures, evaluated)}", f"**Warnings**: {warnings}")),
         ", ".join(f"[{text}]({url})" for text, url in links.items()),
@@ -201,8 +203,11 @@ def _ingredients(config: RunConfig) -> str:
     return "  \n".join(f"**{name}**: {value}" for name, value in named.items())
 
 
-def _warnings(steps: dict[int, Figures]) -> str:
+def _warnings(run: str, steps: dict[int, Figures]) -> str:
     times: dict[str, list[int]] = {}
+    for step, _ in changes_at(run, steps):
+        if step not in times.setdefault(OTHER_PROGRAMS, []):
+            times[OTHER_PROGRAMS].append(step)
     for step, warning in all_triggered(steps):
         times.setdefault(warning.alarm.name, []).append(step)
     return "; ".join(f"{name} ({_times(found)})" for name, found in times.items())

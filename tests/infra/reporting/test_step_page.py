@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from flows.cli import endings
 from infra.config import EvaluationConfig
 from infra.eval_records import Evaluation, RunReport
 from infra.machine.devices import Plan
@@ -15,6 +16,7 @@ from infra.runs.history import Figures, History, LastEvaluation, history_before
 from infra.store.files import write_json
 from infra.store.layout import run_folder
 from infra.store.samples import Sample
+from infra.tracking import overview
 
 FLAT, TRUNCATED = "reward/frac_zero_std_groups", "rollout/truncated_frac"
 NOW: Figures = {"reward/mean": 0.4, FLAT: 0.75, TRUNCATED: 0.01, "time/step_s": 20.0, "train/other": 1.25}
@@ -222,3 +224,30 @@ def test_the_line_of_a_step_has_a_change_and_no_figure_that_was_not_measured() -
 
 def test_a_step_beyond_the_planned_ones_has_no_part_of_them() -> None:
     assert brief_lines.step_line(made(3, NOW), 2) == "step 3  reward 0.40  20.0 s"
+
+
+def test_the_end_of_a_run_says_what_ran_otherwise_on_its_page_in_mlflow_and_in_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run whose engine was another one from step 3 on had no warnings at its end."""
+    found = [(3, "engine sglang: torch 2.0 -> 2.1"), (3, "trainer: torch 2.0 -> 2.1")]
+    for module in (run_page, overview):
+        monkeypatch.setattr(module, "changes_at", lambda run, steps: found)
+    line = "not what the step before ran with: engine sglang: torch 2.0 -> 2.1"
+    assert "\n* Step 3, not what the step before ran with: engine sglang: torch 2.0 " in run_page.markdown_of(
+        RunReport(run="r", num_steps=4, stopped="all steps made", latest=adapter(4), best=adapter(4), evaluations=()),
+        {},
+        [],
+        evaluation=EvaluationConfig(),
+        curves_url="",
+        timeline_url=None,
+    )
+    assert overview._warnings("r", {}) == "not what the step before ran with (step 3)"
+    endings.print_warnings([], found)
+    endings.print_warnings([], [])
+    assert capsys.readouterr().out.splitlines() == [
+        "warnings",
+        f"  step 3: {line}",
+        "  step 3: not what the step before ran with: trainer: torch 2.0 -> 2.1",
+        "warnings none",
+    ]

@@ -1,3 +1,4 @@
+import json
 import subprocess
 from pathlib import Path
 
@@ -6,8 +7,10 @@ import shared
 
 from infra.config import RunConfig
 from infra.records import AdapterVersion, BaseModelRef, EngineRan, TrainerRan
-from infra.runs.manifest import Environment, differences, environment, program_changes, read_manifest
+from infra.runs.manifest import Environment, Ran, changes_at, differences, environment, program_changes, read_manifest
 from infra.store import code_digest
+from infra.store.files import read_json
+from infra.store.layout import StepFolder
 
 
 def other(**changes: object) -> Environment:
@@ -77,18 +80,38 @@ def test_what_ran_in_a_step_is_in_its_manifest_and_what_the_next_one_ran_otherwi
     workspace: Path, tiny_run: RunConfig
 ) -> None:
     start, made = (adapter_of(tiny_run, version) for version in (0, 1))
-    before = read_manifest(shared.write_manifest(tiny_run, start, made).parent)
+    first = read_manifest(shared.write_manifest(tiny_run, start, made).parent)
+    before = Ran(first.engine, first.trainer, first.reward_source)
     assert {"python", "torch", "megatron-core"} <= before.trainer.versions.keys()
     assert before.engine.versions == {"scripted": "1"}
     engine = before.engine.model_copy(update={"versions": {"scripted": "2"}, "backends": {"lora_backend": "triton"}})
     trainer = TrainerRan(versions=before.trainer.versions | {"torch": "1.0"}, backends={})
-    assert program_changes(before, before.engine, before.trainer) == ()
-    assert program_changes(before, engine, trainer) == (
+    assert program_changes(before, before) == ()
+    assert program_changes(before, before._replace(engine=engine, trainer=trainer)) == (
         "engine scripted: lora_backend None -> triton, scripted 1 -> 2",
         f"trainer: torch {before.trainer.versions['torch']} -> 1.0",
     )
     vllm = EngineRan(kind="vllm", identity="x", flags=(), versions={"vllm": "0.26.0"}, backends={})
-    assert program_changes(before, vllm, before.trainer) == (), "another kind is a change of the configuration"
+    assert program_changes(before, before._replace(engine=vllm)) == (), "another kind is a change of the configuration"
+
+
+def test_a_run_s_changes_are_those_of_each_step_and_one_that_cannot_be_read_is_passed_over(
+    workspace: Path, tiny_run: RunConfig
+) -> None:
+    steps = [StepFolder.at(tiny_run.name, step).manifest for step in range(5)]
+    for number, path in enumerate(steps):
+        shared.write_manifest(tiny_run, *(adapter_of(tiny_run, version) for version in (number, number + 1)))
+        told = read_json(path)
+        told["trainer"]["versions"] = {"torch": "2.0" if number < 2 else "2.1"}
+        path.write_text(json.dumps(told | ({"reward_source": "another"} if number == 2 else {})))
+    assert changes_at(tiny_run.name, range(5)) == [
+        (2, "trainer: torch 2.0 -> 2.1"),
+        (2, "the source of the reward: these scores are of another state of it"),
+        (3, "the source of the reward: these scores are of another state of it"),
+    ]
+    assert changes_at(tiny_run.name, [2]) == changes_at(tiny_run.name, range(5))[:2]
+    steps[2].write_text("{")
+    assert changes_at(tiny_run.name, range(7)) == []
 
 
 def adapter_of(config: RunConfig, version: int) -> AdapterVersion:
