@@ -2006,6 +2006,14 @@ BREAKAGES = (
         "[self.episode, name,",
         "tests/tasks/test_tool_calls.py::test_a_call_has_the_same_key_when_its_episode_is_repeated_and_another_one_in_another_run",
     ),
+    Breakage(
+        '9 only what was sampled is trained',
+        "a reward, a reward model or RULER reads the row's messages as they are, with the solution at their end",
+        'infra/rewards/scores.py',
+        '    asked = prompt.messages or [{"role": "user", "content": prompt.question}]\n',
+        '    asked = prompt.row.get("messages") or [{"role": "user", "content": prompt.question}]\n',
+        'tests/infra/rewards/test_scores.py::test_a_judge_reads_what_the_model_was_asked_and_its_answer_and_no_solution',
+    ),
 )  # fmt: skip
 
 
