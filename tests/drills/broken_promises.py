@@ -2014,6 +2014,14 @@ BREAKAGES = (
         '    asked = prompt.row.get("messages") or [{"role": "user", "content": prompt.question}]\n',
         'tests/infra/rewards/test_scores.py::test_a_judge_reads_what_the_model_was_asked_and_its_answer_and_no_solution',
     ),
+    Breakage(
+        '8 could not be judged is never 0',
+        'right code is judged 0: the end of a block of another language is taken for the beginning of the code',
+        'infra/rewards/built_in/python_tests.py',
+        're.compile(r"(?:(?<!\\S)```[ \\t]*([^\\n`]*)|```(?:python3?|py)[ \\t]*)\\n(.*?)```",',
+        're.compile(r"()```(?:python|py|python3)?[ \\t]*\\n(.*?)```",',
+        'tests/tasks/test_built_in_rewards.py::test_blocks_of_other_languages_and_lists_do_not_hide_code',
+    ),
 )  # fmt: skip
 
 

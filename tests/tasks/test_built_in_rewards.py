@@ -389,6 +389,25 @@ HOSTILE = [
 ]
 
 
+DOUBLED = "def f(x):\n    return 2 * x\n"
+BLOCKS = [
+    f"Install it:\n```bash\npip install numpy\n```\nThen:\n```python\n{DOUBLED}```\n",
+    f"```Python\n{DOUBLED}```\nAn example:\n```text\nf(2) -> 4\n```\nDone.",
+    f"```json\n{{}}\n```\n```\n{DOUBLED}```\n```console\n$ python f.py\n```",
+    f"Take ```f``` as it is:\n```py\n{DOUBLED}```",
+    f"It is ```f```\n```python3 \n{DOUBLED}```",
+    f"Here: ```\n{DOUBLED}```",
+    f"so:```python\n{DOUBLED}```",
+    "1. As follows.\n\n   ```python\n   def f(x):\n       return 2 * x\n   ```\n",
+]
+
+
+def test_blocks_of_other_languages_and_lists_do_not_hide_code() -> None:
+    row = {"tests": "assert f(2) == 4"}
+    assert rewards_of("python_tests", *[(text, "", row) for text in BLOCKS]) == [1.0] * len(BLOCKS)
+    assert rewards_of("python_tests", (f"```bash\n{DOUBLED}```", "", row)) == [0.0]
+
+
 def test_code_passes_the_tests_of_its_row() -> None:
     assert rewards_of("python_tests", *[(code, "", row) for code, row, _ in CODE]) == [right for *_, right in CODE]
 
