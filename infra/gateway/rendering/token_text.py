@@ -65,3 +65,7 @@ class TokenText:
     def decode_all(self, tokens: list[int]) -> str:
         """The text with special tokens."""
         return str(self._plain.decode(tokens, skip_special_tokens=False))
+
+    def special(self, token: int) -> str:
+        """The text of a special token; empty for any other."""
+        return "" if self.decode([token]) else self.decode_all([token])

@@ -236,6 +236,38 @@ def test_without_reasoning_a_prompt_without_messages_is_a_trajectory_too(rendere
     assert session.counts.branches == 0
 
 
+def test_a_template_that_an_agent_writes_itself_ends_each_answer_once(renderer: ConversationRenderer) -> None:
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        text, more = (
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+            "\n<|im_start|>user\nOn<|im_end|>\n<|im_start|>assistant\n",
+        )
+        for _ in range(3):
+            answer = await session.complete(session.text_query(text, None), lambda: True)
+            assert renderer.text.decode_all(answer.prompt) == text
+            answer.delivered()
+            whole = f"{text}{answer.message.content}<|im_end|>"
+            text = f"{whole}{more}"
+        assert len(session.tracks) == 1 and session.counts.branches == 0
+        assert renderer.text.decode_all(session.text_query(whole, None).prompt) == whole
+
+    session = run(renderer, script)
+    assert [trajectory.num_turns for trajectory in session.trajectories()] == [3]
+
+
+def test_an_id_of_a_response_of_another_session_is_none_of_this_one(renderer: ConversationRenderer) -> None:
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        for limits in (LIMITS, DROPS):
+            session.limits = limits
+            first = await session.ask([ASKS])
+            second = await session.ask([ASKS, first.message, GOES_ON])
+            assert session.messages_after(first.turn_id) == [ASKS, first.message]
+            assert session.messages_after(second.turn_id) == [ASKS, first.message, GOES_ON, second.message]
+            assert session.messages_after("f" * 16 + first.turn_id[16:]) == []
+
+    run(renderer, script)
+
+
 def test_no_room_in_the_context_ends_the_episode_with_its_reason(renderer: ConversationRenderer) -> None:
     async def script(session: Session, sampler: SeenSampler) -> None:
         first = await session.ask([ASKS])
