@@ -2054,6 +2054,22 @@ BREAKAGES = (
         'LATEX = (',
         'tests/tasks/test_rewards.py::test_the_numeric_reward_reads_the_final_answer',
     ),
+    Breakage(
+        '8 could not be judged is never 0',
+        "of a judge's answer that was cut off the first digit is the score",
+        'infra/rewards/judges/judging.py',
+        'found.finish_reason == CUT_OFF and self.config.score_pattern',
+        'False and self.config.score_pattern',
+        'tests/tasks/test_judge.py::test_a_score_in_thoughts_or_at_the_end_of_an_answer_that_was_cut_off_is_none',
+    ),
+    Breakage(
+        '8 could not be judged is never 0',
+        "a score in a judge's thoughts, which did not end or whose beginning is in its prompt, is its verdict",
+        'infra/rewards/judges/answers.py',
+        'said = THOUGHTS.sub("", answer).rpartition(THOUGHTS_END)[2].partition(THOUGHTS_BEGIN)[0]',
+        'said = THOUGHTS.sub("", answer)',
+        'tests/tasks/test_judge.py::test_a_score_in_thoughts_or_at_the_end_of_an_answer_that_was_cut_off_is_none',
+    ),
 )  # fmt: skip
 
 
