@@ -2078,6 +2078,22 @@ BREAKAGES = (
         '        if False:\n',
         'tests/infra/config/test_conditions.py::test_a_condition_holds_for_a_row_or_not',
     ),
+    Breakage(
+        '9 only what was sampled is trained',
+        'a call that Llama 3.1 ends with <|eom_id|> gets a second end of its turn',
+        'infra/gateway/rendering/llama3.py',
+        'if tokens[-1] in self.ends else',
+        'if tokens[-1] == self.turn_end else',
+        'tests/infra/gateway/test_renderers.py::test_a_call_that_ends_as_llama_ends_calls_has_its_end',
+    ),
+    Breakage(
+        '9 only what was sampled is trained',
+        'an answer in JSON that has a name is a call of a tool of that name, and its text is lost',
+        'infra/gateway/rendering/tool_calls.py',
+        ', "parameters", may_have_none=False)',
+        ', "parameters")',
+        'tests/infra/gateway/test_renderers.py::test_answers_are_read_with_calls_and_reasoning',
+    ),
 )  # fmt: skip
 
 
