@@ -11,6 +11,9 @@ from conversations import TOOL, MakeModel, random_given, random_text
 from transformers import AutoTokenizer
 
 from infra.engines.interface import TurnRequest
+from infra.gateway.http.chat_api import chat_answer
+from infra.gateway.http.fields import CHAT, RESPONSES, checked_fields
+from infra.gateway.http.responses_api import response_query
 from infra.gateway.rendering.admission import renderer_of
 from infra.gateway.rendering.interface import ConversationRenderer
 from infra.gateway.rendering.messages import ChatMessage
@@ -253,6 +256,36 @@ def test_a_template_that_an_agent_writes_itself_ends_each_answer_once(renderer: 
 
     session = run(renderer, script)
     assert [trajectory.num_turns for trajectory in session.trajectories()] == [3]
+
+
+def test_reasoning_that_responses_leave_out_is_not_changed(model_of: MakeModel, workspace: Path) -> None:
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        first = await session.ask([ASKS])
+        said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": first.message.content}]}
+
+        def point(**thought: object) -> object:
+            items = [{"role": "user", "content": "Hi"}, {"type": "reasoning", "summary": [], **thought}, said]
+            content = {"model": "policy", "input": [*items, {"role": "user", "content": "Go on"}]}
+            return response_query(session, checked_fields(content, RESPONSES, "policy", 1.0)).point
+
+        assert first.message.reasoning == "Hm."
+        assert point(content=[{"type": "reasoning_text", "text": "Hm."}]) and point() and point(content=[])
+        assert not point(content=[{"type": "reasoning_text", "text": "Oh."}])
+
+    run(renderer_of(model_of("Qwen3")), script, texts=["<think>\nHm.\n</think>\n\nIt is 4."])
+
+
+def test_the_bytes_of_a_part_of_a_character_are_not_known(renderer: ConversationRenderer) -> None:
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        answer = await session.ask([ASKS])
+        fields = checked_fields({"model": "policy", "messages": [], "logprobs": True}, CHAT, "policy", 1.0)
+        entries = chat_answer(answer, fields, "policy", renderer.text, 0)["choices"][0]["logprobs"]["content"]
+        found = [entry["bytes"] for entry in entries[:-1]]
+        assert found[0] == [97] and found[-1] == [98] and None in found
+        assert all(known is None or bytes(known).decode() == entry["token"] for known, entry in zip(found, entries, strict=False))
+        assert list("\ufffd".encode()) not in found
+
+    run(renderer, script, texts=["a東b"])
 
 
 def test_an_id_of_a_response_of_another_session_is_none_of_this_one(renderer: ConversationRenderer) -> None:
