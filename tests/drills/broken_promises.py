@@ -2058,8 +2058,8 @@ BREAKAGES = (
         "rewards",
         "of a judge's answer that was cut off the first digit is the score",
         "infra/rewards/judges/judging.py",
-        "found.finish_reason == CUT_OFF and self.config.score_pattern",
-        "False and self.config.score_pattern",
+        "                found.finish_reason == CUT_OFF\n",
+        "                False\n",
         "tests/tasks/test_judge.py::test_a_score_in_thoughts_or_at_the_end_of_an_answer_that_was_cut_off_is_none",
     ),
     Breakage(
