@@ -152,7 +152,7 @@ def gather_draws(config: DataConfig, step: Step, draws: Draws) -> Draw:
         prompts = of_first.model_copy(
             update={
                 "draw": 0,
-                "file": record_of(write_json_lines(folder.prompts, (prompt._asdict() for prompt in asked))),
+                "file": record_of(write_json_lines(folder.prompts, (prompt.to_json() for prompt in asked))),
                 "num_prompts": len(asked),
                 "num_oversampled_prompts": 0,
                 "draws": record_of(write_json_lines(folder.draws, (line._asdict() for line in lines.values()))),

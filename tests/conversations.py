@@ -11,7 +11,7 @@ from infra.gateway.rendering.messages import ChatMessage, ToolCall
 from infra.tiny_model.tokenizer import CHAT_TEMPLATE
 
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
-HEADERS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+HEADERS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
 TEMPLATES = {
     "ChatML": CHAT_TEMPLATE,
     "Qwen2.5": published.QWEN25,

@@ -20,6 +20,7 @@ class Reply(NamedTuple):
     is_cut: bool = False
     """Whether the connection is closed in the middle of the body."""
     delay_s: float = 0.0
+    finish_reason: str = "stop"
     usage: dict[str, int] | None = {"prompt_tokens": 100, "completion_tokens": 10}  # noqa: RUF012
 
 
@@ -91,5 +92,5 @@ def judge_server(answer: Answer = lambda body, n: Reply(), port: int = 0) -> Ite
 def _body_of(reply: Reply) -> bytes:
     if reply.status != 200:
         return reply.text.encode()
-    choice = {"message": {"role": "assistant", "content": reply.text}, "finish_reason": "stop"}
+    choice = {"message": {"role": "assistant", "content": reply.text}, "finish_reason": reply.finish_reason}
     return json.dumps({"choices": [choice], **({"usage": reply.usage} if reply.usage else {})}).encode()

@@ -5,9 +5,10 @@ environment (infra.environments.episodes.check). docs/how-to/multi-turn.md has t
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
+from infra.config.sections.data import DataConfig
 from infra.config.sections.environments.taskset import SOURCE
 from infra.config.sections.evaluation import place_of
 from infra.config.sections.sampling import HOW_EPISODES_RUN, EnvironmentConfig
@@ -40,6 +41,8 @@ WITHOUT_EFFECT: dict[str, dict[Player, str]] = {
     "repeats_tools": {"class": IDEMPOTENT, "agent": IDEMPOTENT, "program": IDEMPOTENT, "harness": OWN_HARNESS},
 }
 """Field -> who plays without it, and why."""
+OF_PROMPTS = ("instruction", "template", "chat_template_kwargs")
+"""Fields of the section `data` that make prompts of rows, which no episode has: its environment writes messages, and the gateway renders them."""
 
 
 def environment_fields_have_an_effect(config: "RunConfig") -> None:
@@ -53,6 +56,23 @@ def environment_fields_have_an_effect(config: "RunConfig") -> None:
             )
     for place, environment in [("", config.environment), *sets]:
         check_fields(environment, _players(environment), place)
+    if config.environment.label:
+        _check_prompts(config.environment.label, {name: getattr(config.data, name) for name in OF_PROMPTS}, "")
+    played = {name: each.environment for name, each in config.eval_configs.items()}
+    for asked in config.evaluation.asked:
+        if (environment := played.get(asked.name)) is not None:
+            _check_prompts(environment.label, asked.data, place_of(asked.name))
+
+
+def _check_prompts(label: str, data: Mapping[str, Any], place: str) -> None:
+    """Raises ValueError for a field away from its default that would make other prompts, of which an episode has none."""
+    for name in OF_PROMPTS:
+        default = DataConfig.model_fields[name].default
+        if (value := data.get(name, default)) != default:
+            raise ValueError(
+                f"{place}data.{name} {_written(value)} has no effect with {label!r}: an environment writes its own messages, in the model's own chat "
+                f"template; put it into them, and leave this at its default, {_written(default)}"
+            )
 
 
 def check_fields(config: EnvironmentConfig, players: Sequence[Player], place: str = "") -> None:

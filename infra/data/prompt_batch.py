@@ -87,7 +87,7 @@ def drawn(
     found = [*begun, *fresh]
     numbers = [prompt.row_number for prompt in found]
     prompts.check_step(config, numbers, step.index)
-    path = write_json_lines(StepFolder.of(step).prompts, (prompt._asdict() for prompt in found), syncs=syncs)
+    path = write_json_lines(StepFolder.of(step).prompts, (prompt.to_json() for prompt in found), syncs=syncs)
     log.info("%d prompts, the first: %s", len(found), found[0].question)
     return PromptBatch(
         run=step.run,

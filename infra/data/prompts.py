@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from infra.config import DataConfig, DataPart
 from infra.data import dataset, prompt_text
 from infra.data.forms import curriculum, mixing
 from infra.data.forms.curriculum import PassRates
-from infra.data.forms.row import Row
+from infra.data.forms.row import Message, Row
 from infra.data.json_values import JSON
 from infra.models import base_model
 from infra.records import RowCounts
@@ -37,6 +37,12 @@ class Prompt(NamedTuple):
     """Seed of all samples of this prompt; see sample_seed."""
     row: dict[str, JSON] = {}  # noqa: RUF012  # of a tuple
     """All columns of the data set's row, as they are."""
+    messages: list[Message] | None = None
+    """Of a prompt of several messages: those that it was made of, without an instruction. None: the question is the only one."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a line of prompts.jsonl."""
+        return {name: value for name, value in self._asdict().items() if name != "messages" or value is not None}
 
 
 def sample_seed(prompt_seed: int, sample_index: int, num_begun: int = 0) -> int:
@@ -79,7 +85,7 @@ def draw(
 
 
 def _prompt_of(prompt_id: int, number: int, row: Row, tokens: list[int], seed: int) -> Prompt:
-    return Prompt(prompt_id, number, row.question, row.answer, tokens, seed, row.columns)
+    return Prompt(prompt_id, number, row.question, row.answer, tokens, seed, row.columns, row.chat.messages if row.chat else None)
 
 
 def _cut(tokens: list[int], config: DataConfig) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import orjson
 
+from infra.data.forms.row import text_of
 from infra.data.prompts import Prompt
 from infra.rewards.outcome import Outcome
 from infra.rewards.signatures import Fields
@@ -51,7 +52,7 @@ def fields_of(sample: Sample, prompt: Prompt, takes: Iterable[str], group: Seque
     """Return what a reward takes of a sample, as JSON."""
     makers: Mapping[str, Callable[[], Any]] = {
         "completion": lambda: sample.text,
-        "messages": lambda: [*_messages(prompt), {"role": "assistant", "content": sample.text}],
+        "messages": lambda: _conversation(prompt, sample.text),
         "row": lambda: prompt.row,
         "question": lambda: prompt.question,
         "answer": lambda: prompt.answer,
@@ -65,12 +66,12 @@ def fields_of(sample: Sample, prompt: Prompt, takes: Iterable[str], group: Seque
     return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _messages(prompt: Prompt) -> list[Any]:
-    """Return the messages of the row; of a row that has none, its question as the user's."""
-    for column in ("messages", "prompt"):
-        if isinstance(found := prompt.row.get(column), list):
-            return found
-    return [{"role": "user", "content": prompt.question}]
+def _conversation(prompt: Prompt, text: str) -> list[Any]:
+    """Return the messages that were asked and the answer; of a prompt that begins the answer, the beginning goes with it."""
+    asked = prompt.messages or [{"role": "user", "content": prompt.question}]
+    if asked[-1]["role"] == "assistant":
+        return [*asked[:-1], asked[-1] | {"content": f"{text_of(asked[-1])}{text}"}]
+    return [*asked, {"role": "assistant", "content": text}]
 
 
 def _in_group(sample: Sample) -> Fields:

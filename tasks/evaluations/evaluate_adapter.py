@@ -187,7 +187,7 @@ def _ask(
     check_questions(eval_config, adapter.run, fingerprint)
     asked = prompts.held_out(eval_config.data, base_model.locate(adapter.base.id))
     folder = EvaluationFolder(evaluations.folder_of(adapter, eval_config))
-    write_json_lines(folder.questions, (prompt._asdict() for prompt in asked))
+    write_json_lines(folder.questions, (prompt.to_json() for prompt in asked))
     for path, sampling in wanted.items():
         answers = _answered(engine, sampling, eval_config.environment, asked, adapter, path)
         if eval_config.environment is not None:

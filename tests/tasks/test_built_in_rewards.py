@@ -51,6 +51,8 @@ INTEGERS = [
     ("33", r"\boxed{033}", 1),
     ("204", r"\boxed{1}, no: \boxed{204}", 1),
     ("1,000", r"\boxed{1000}", 1),
+    ("1000", r"\boxed{1{,}000}", 1),
+    ("1000", r"\boxed{1\,000}", 1),
     ("-7", r"\boxed{ -7 }", 1),
     ("204", "204", 0),
     ("204", r"\boxed{204.0}", 0),
@@ -387,6 +389,25 @@ HOSTILE = [
     "import os; os.kill(os.getppid(), 0); os.abort()",
     "def f(): f()\nf()",
 ]
+
+
+DOUBLED = "def f(x):\n    return 2 * x\n"
+BLOCKS = [
+    f"Install it:\n```bash\npip install numpy\n```\nThen:\n```python\n{DOUBLED}```\n",
+    f"```Python\n{DOUBLED}```\nAn example:\n```text\nf(2) -> 4\n```\nDone.",
+    f"```json\n{{}}\n```\n```\n{DOUBLED}```\n```console\n$ python f.py\n```",
+    f"Take ```f``` as it is:\n```py\n{DOUBLED}```",
+    f"It is ```f```\n```python3 \n{DOUBLED}```",
+    f"Here: ```\n{DOUBLED}```",
+    f"so:```python\n{DOUBLED}```",
+    "1. As follows.\n\n   ```python\n   def f(x):\n       return 2 * x\n   ```\n",
+]
+
+
+def test_blocks_of_other_languages_and_lists_do_not_hide_code() -> None:
+    row = {"tests": "assert f(2) == 4"}
+    assert rewards_of("python_tests", *[(text, "", row) for text in BLOCKS]) == [1.0] * len(BLOCKS)
+    assert rewards_of("python_tests", (f"```bash\n{DOUBLED}```", "", row)) == [0.0]
 
 
 def test_code_passes_the_tests_of_its_row() -> None:

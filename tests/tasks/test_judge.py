@@ -346,6 +346,27 @@ def test_a_pattern_reads_the_score_of_a_judge_that_writes_text(workspace: Path) 
     assert "response_format" not in server.bodies[0]
 
 
+def test_a_score_in_thoughts_or_at_the_end_of_an_answer_that_was_cut_off_is_none(workspace: Path) -> None:
+    cut = {
+        "0-0": "<think>At first sight Score: 2, but",
+        "0-1": "Score: 1",
+        "0-2": "Score: 4. That is because",
+        "0-3": "Let me see, Score: 2?</think>\nScore: 8, as",
+        "1-0": "Let me see, Score: 2?</think>\nIt is",
+    }
+    whole = {"1-1": "Score: 1", "1-2": "Let me see, Score: 2?</think>\nScore: 8", "1-3": "<think>Score: 2, but"}
+
+    def answer(body: dict[str, Any], number: int) -> Reply:
+        text = body["messages"][-1]["content"]
+        return Reply(text=cut[text], finish_reason="length") if text in cut else Reply(text=whole[text])
+
+    with judge_server(answer) as server:
+        fields: dict[str, Any] = {"rubric": "{completion}", "score_pattern": r"Score: (\d+)", "max_score": 10}
+        found = judged_in(workspace, config_of(server.url, max_unjudged_frac=1.0, **fields), samples_of(2))
+    assert [each.reward for each in found] == [None, None, 4.0, 8.0, None, 1.0, 8.0, None]
+    assert {each.unjudged for each in found if each.reward is None} == {JUDGE_UNREADABLE}
+
+
 def test_the_key_goes_to_the_endpoint_and_nowhere_else(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -60,7 +60,7 @@ class DataConfig(ConfigBase):
     """Further variables of the template, each NAME=VALUE with the value in JSON or as bare text, such as enable_thinking=false."""
     filter: tuple[str, ...] = ()
     """Conditions that a row has to meet, all of them: a column, one of == != < <= > >= in, and a value, such as level >= 3,
-    lang in en,de or extra_info.split == train. The value is JSON or bare text."""
+    lang in en,de or extra_info.split == train. The value is JSON or bare text; a text equals what is written alike."""
     instruction: str = ""
     """Put behind each question, or behind the last message of the user, after one blank."""
     num_prompts: int = Field(default=16, ge=1)

@@ -24,6 +24,8 @@ class Condition(NamedTuple):
     """Column, and the place in its values."""
     sign: str
     value: Any  # JSON
+    written: tuple[str, ...] = ()
+    """The value, or each of several, as it is written: a text is also equal to this, such as "2024" to 2024."""
 
     def holds(self, row: Mapping[str, Any]) -> bool:
         """Whether a row meets it. A row without the value meets only !=.
@@ -36,6 +38,8 @@ class Condition(NamedTuple):
             found = found.get(name) if isinstance(found, Mapping) else None
         if found is None:
             return self.sign == "!=" and self.value is not None
+        if found in self.written:
+            return self.sign in ("==", "in")
         try:
             return bool(COMPARISONS[self.sign](found, self.value))
         except TypeError as error:
@@ -52,8 +56,9 @@ def condition_of(text: str) -> Condition:
             f"data.filter {text!r} is no condition: write COLUMN, one of {' '.join(COMPARISONS)}, and a value, as in level >= 3"
         )
     column, sign, value = match.groups()
-    choices = [_value(part) for part in value.split(",")]
-    return Condition(text, tuple(column.split(".")), sign, choices if sign == "in" else _value(value))
+    parts = value.split(",") if sign == "in" else [value]
+    written = tuple(part.strip() for part in parts) if sign in ("==", "!=", "in") else ()
+    return Condition(text, tuple(column.split(".")), sign, [*map(_value, parts)] if sign == "in" else _value(value), written)
 
 
 def _value(text: str) -> Any:  # JSON

@@ -10,6 +10,8 @@ from infra.gateway.session.session import Session
 from infra.gateway.session.turn import Query, TurnAnswer
 
 Json = dict[str, Any]
+REPLACEMENT = "\ufffd"
+"""Stands in a text for bytes that are no character."""
 
 
 def chat_query(session: Session, fields: Fields) -> Query:
@@ -75,5 +77,7 @@ def _logprobs(answer: TurnAnswer, text: TokenText) -> Json:
     entries = []
     for token, logprob in zip(answer.record.output_tokens, answer.record.output_logprobs, strict=True):
         word = text.decode_all([token])
-        entries.append({"token": word, "logprob": logprob, "bytes": list(word.encode()), "top_logprobs": []})
+        # Of a token that is a part of a character, the bytes are not known.
+        known = None if REPLACEMENT in word else list(word.encode())
+        entries.append({"token": word, "logprob": logprob, "bytes": known, "top_logprobs": []})
     return {"content": entries, "refusal": None}

@@ -42,7 +42,8 @@ def _messages(items: object) -> list[Json]:
             case "message":
                 _of_assistant(messages, "content")["content"] = item.get("content")
             case "reasoning":
-                _of_assistant(messages, "reasoning_content")["reasoning_content"] = _reasoning(item)
+                # None where its content is left out, which is no change of it.
+                _of_assistant(messages, "reasoning_content")["reasoning_content"] = _reasoning(item) or None
             case "function_call":
                 call = {"id": item.get("call_id"), "function": {"name": item.get("name"), "arguments": item.get("arguments")}}
                 _of_assistant(messages).setdefault("tool_calls", []).append(call)

@@ -10,6 +10,8 @@ from infra.gateway.rendering.token_text import Piece, SpecialToken, TokenText
 from infra.gateway.rendering.tool_calls import llama_calls
 
 BEGIN, END = SpecialToken("<|begin_of_text|>"), SpecialToken("<|eot_id|>")
+CALL_END = SpecialToken("<|eom_id|>")
+"""What a model may write in the place of END behind a call of a tool. Llama 3 has none."""
 HEADER, HEADER_END = SpecialToken("<|start_header_id|>"), SpecialToken("<|end_header_id|>")
 TOOLS = (
     "Given the following functions, please respond with a JSON for a function call with its proper arguments that best answers the given "
@@ -25,6 +27,7 @@ class Llama3:
         self.text, self.date = text, date
         self.family = "Llama 3" if date is None else "Llama 3.1"
         self.turn_end = text.id_of(END.text)
+        self.ends = {self.turn_end, *text.ids_of(CALL_END.text)}
         for token in (BEGIN, HEADER, HEADER_END):
             text.id_of(token.text)
 
@@ -46,7 +49,7 @@ class Llama3:
         return self.text.ids([BEGIN, *self._turn("system", system), *first, *self._pieces(rest), *self._opening()])
 
     def bridge_to_next_turn(self, tokens: list[int], messages: Sequence[ChatMessage]) -> list[int]:
-        closing: list[Piece] = [] if tokens[-1] == self.turn_end else [END]
+        closing: list[Piece] = [] if tokens[-1] in self.ends else [END]
         return tokens + self.text.ids([*closing, *self._pieces(messages), *self._opening()])
 
     def parse(self, tokens: Sequence[int], tools: Tools, call_ids: str) -> ChatMessage:

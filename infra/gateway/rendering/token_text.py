@@ -38,10 +38,14 @@ class TokenText:
 
     def id_of(self, special: str) -> int:
         """Raises ValueError where the vocabulary does not have it."""
-        token: int | None = self._plain.token_to_id(special)
-        if token is None:
+        if not (found := self.ids_of(special)):
             raise ValueError(f"its vocabulary has no {special}")
-        return token
+        return found[0]
+
+    def ids_of(self, special: str) -> list[int]:
+        """The token of a special text, or none where the vocabulary does not have it."""
+        token: int | None = self._plain.token_to_id(special)
+        return [] if token is None else [token]
 
     def ids(self, pieces: Iterable[Piece]) -> list[int]:
         return [token for group in self._groups(pieces) for token in group]
@@ -65,3 +69,7 @@ class TokenText:
     def decode_all(self, tokens: list[int]) -> str:
         """The text with special tokens."""
         return str(self._plain.decode(tokens, skip_special_tokens=False))
+
+    def special(self, token: int) -> str:
+        """The text of a special token; empty for any other."""
+        return "" if self.decode([token]) else self.decode_all([token])

@@ -18,16 +18,17 @@ def hermes_calls(text: str, call_ids: str) -> tuple[str, tuple[ToolCall, ...]]:
 
 
 def llama_calls(text: str, call_ids: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """As hermes_calls: an answer that is one JSON object with a name and parameters is a call."""
-    call = _call(f"{call_ids}0", text.removeprefix("<|python_tag|>"), "parameters")
+    """As hermes_calls: an answer that is one JSON object with a name and parameters is a call. One that has a name alone is an answer in JSON."""
+    call = _call(f"{call_ids}0", text.removeprefix("<|python_tag|>"), "parameters", may_have_none=False)
     return ("", (call,)) if call else (text, ())
 
 
-def _call(call_id: str, text: str, arguments: str) -> ToolCall | None:
+def _call(call_id: str, text: str, arguments: str, *, may_have_none: bool = True) -> ToolCall | None:
     try:
         found: Any = json.loads(text)
     except ValueError:
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str) or not isinstance(found.get(arguments, {}), dict):
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return None
-    return ToolCall(call_id, found["name"], json.dumps(found.get(arguments, {}), ensure_ascii=False))
+    given = found.get(arguments, {} if may_have_none else None)
+    return ToolCall(call_id, found["name"], json.dumps(given, ensure_ascii=False)) if isinstance(given, dict) else None

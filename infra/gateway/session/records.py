@@ -115,6 +115,11 @@ def tokens_digest(tokens: Sequence[int]) -> str:
     return hashlib.sha256(np.asarray(tokens, np.int64).tobytes()).hexdigest()
 
 
+def turn_id(prompt_digest: str, number: int) -> str:
+    """Return a turn's id, unique in all sessions: 16 digits of the digest of its prompt's tokens, then its number."""
+    return f"{prompt_digest[:16]}{number:04d}"
+
+
 def record_of_line(line: dict[str, Any]) -> TurnRecord | CallRecord | SnapshotRecord:
     """Return the record of a line."""
     kind = CallRecord if "is_idempotent" in line else SnapshotRecord if "state" in line else TurnRecord

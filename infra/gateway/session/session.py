@@ -157,10 +157,14 @@ class Session:
         return self._checked(Query(messages, listed, prompt, point, 0, tools), max_tokens)
 
     def text_query(self, text: str, max_tokens: int | None) -> Query:
-        """A prompt without messages. Where it begins as a sequence on record does, only its rest is encoded."""
+        """A prompt without messages. Where it begins as a sequence on record does, only its rest is encoded: without the token that ended the
+        answer, which is on record and in no answer's text, where an agent that writes the template itself puts it behind the answer."""
         point, rest = text_point_of(self._continued, text) or (None, text)
         known = point.track.tokens[: point.end.num_tokens] if point else []
-        return self._without_messages(point, [*known, *self.renderer.text.raw_ids(rest)], rest, max_tokens)
+        new = rest.removeprefix(self.renderer.text.special(known[-1])) if known else rest
+        if not new:  # nothing would be given between two answers
+            point, rest, known, new = None, text, [], text
+        return self._without_messages(point, [*known, *self.renderer.text.raw_ids(new)], rest, max_tokens)
 
     def tokens_query(self, tokens: list[int], max_tokens: int | None) -> Query:
         point = tokens_point_of(self._continued, tokens)
@@ -174,7 +178,7 @@ class Session:
     def messages_after(self, turn_id: str) -> list[ChatMessage]:
         """The conversation up to an answer, by its id; empty if it has no such answer."""
         ends = ((track, end) for track in self.tracks for end in track.ends)
-        return next((track.messages[: end.num_messages] for track, end in ends if f"{end.record.number:04d}" == turn_id[16:]), [])
+        return next((track.messages[: end.num_messages] for track, end in ends if track.turn_id(end) == turn_id), [])
 
     def _extended(self, point: Point, messages: Sequence[ChatMessage]) -> list[int] | None:
         """The tokens on record and those of the new messages; None where the renderer changed the former."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from infra.gateway.rendering.messages import ChatMessage
-from infra.gateway.session.records import TurnRecord
+from infra.gateway.session.records import TurnRecord, tokens_digest, turn_id
 from infra.trajectories.segments import Segment
 
 WITHOUT_MESSAGES = "completions"
@@ -46,6 +46,10 @@ class Track:
         self.tokens = [*prompt, *record.output_tokens]
         self.ends.append(AnswerEnd(len(self.messages), len(self.tokens), record))
         return self.ends[-1]
+
+    def turn_id(self, end: AnswerEnd) -> str:
+        """Return the id of one of its turns."""
+        return turn_id(tokens_digest(self.tokens[: end.num_tokens - len(end.record.output_tokens)]), end.record.number)
 
 
 class Point(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from infra.gateway.rendering.interface import Tools
 from infra.gateway.rendering.messages import ChatMessage
-from infra.gateway.session.records import TurnRecord
+from infra.gateway.session.records import TurnRecord, turn_id
 from infra.gateway.session.tracks import Point
 
 
@@ -56,8 +56,8 @@ class TurnAnswer:
 
     @property
     def turn_id(self) -> str:
-        """Unique in all sessions: 16 digits of the prompt's digest, then the turn's number."""
-        return f"{self.prompt_digest[:16]}{self.record.number:04d}"
+        """See infra.gateway.session.records.turn_id."""
+        return turn_id(self.prompt_digest, self.record.number)
 
     def delivered(self) -> None:
         """The agent has it. Before that, an equal request gets this answer again."""

@@ -26,5 +26,5 @@ class BoxedInteger(BuiltIn):
 
 
 def _integer(text: str) -> int | None:
-    plain = text.strip().strip("$").replace(",", "").replace("\\!", "")
+    plain = text.strip().strip("$").replace("{,}", "").replace("\\,", "").replace(",", "").replace("\\!", "")
     return int(plain) if INTEGER.fullmatch(plain) else None

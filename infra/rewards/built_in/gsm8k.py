@@ -26,6 +26,8 @@ NUMBER = re.compile(
 )
 PARTS_OF_FRACTIONS = (("", "above", "below"), ("whole", "mixed_above", "mixed_below"), ("tex_whole", "tex_above", "tex_below"))
 PLAIN = {0x2212: "-", **dict.fromkeys((0x00A0, 0x2007, 0x2009, 0x202F), " ")}
+LATEX = (("{,}", ","), ("\\!", ""), ("\\,", " "), ("\\ ", " "), ("\\$", ""), ("$", ""))
+"""How LaTeX writes thousands (`1{,}000`, `1,\\!000`, `1\\,000`) and dollars."""
 MAX_DIGITS = 400
 """Longest number, and its largest exponent. A longer one is not an answer and would take long to compare."""
 
@@ -63,8 +65,9 @@ def numeric(*, question: str, completion: str, answer: str) -> float:
 
     The final answer is the first number after the last `####` that is followed by text, else in the last non-empty `\\boxed{}`,
     else the last number in the text. The true one is the text after the last `####` of the answer, or all of it: a number and nothing else.
-    Numbers may have a sign (`-` or U+2212, not directly after a digit or letter), dollar signs, thousands separated by commas or blanks,
-    decimals, a trailing full stop or an exponent (`1e3`). They may be fractions (`1/2`, `1 1/2`, `\\frac{1}{2}`). They are compared exactly.
+    Numbers may have a sign (`-` or U+2212, not directly after a digit or letter), dollar signs, thousands separated by commas or blanks (in
+    LaTeX also `1{,}000`, `1\\,000`), decimals, a trailing full stop or an exponent (`1e3`). They may be fractions (`1/2`, `1 1/2`,
+    `\\frac{1}{2}`). They are compared exactly.
     """
     found, truth = final_number(completion), _whole_number(answer.rsplit("####", 1)[-1])
     return float(found is not None and found == truth)
@@ -87,8 +90,11 @@ def _whole_number(text: str) -> Fraction | None:
 
 
 def _plain(text: str) -> str:
-    """Normalize minus signs and blanks, and remove dollar signs."""
-    return text.translate(PLAIN).replace("\\$", "").replace("$", "")
+    """Normalize minus signs, blanks and LaTeX's ways to write them and thousands, and remove dollar signs."""
+    text = text.translate(PLAIN)
+    for written, meant in LATEX:
+        text = text.replace(written, meant)
+    return text
 
 
 def _value(found: re.Match[str]) -> Fraction | None:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,9 @@ from infra.rewards.built_in.base import BuiltIn, shown
 from infra.rewards.processes import end_orphans
 from infra.rewards.signatures import Fields
 
-FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
+FENCED = re.compile(r"(?:(?<!\S)```[ \t]*([^\n`]*)|```(?:python3?|py)[ \t]*)\n(.*?)```", re.DOTALL | re.IGNORECASE)
+LANGUAGES = ("", "python", "python3", "py")
+"""Of blocks that are code. Those of other languages are passed over, each with its end: that begins no block."""
 PR_SET_CHILD_SUBREAPER = 36
 CPU_SECONDS = 5
 """For one run of the code, where the row has no column `time_limit_s`."""
@@ -59,9 +62,12 @@ class PassesTests(BuiltIn):
 
 
 def code_in(completion: str) -> str:
-    """Return the last fenced block of a completion, or all of it where it has none."""
-    blocks = FENCED.findall(completion)
-    return str(blocks[-1]) if blocks else completion
+    """Return the last fenced block of a completion that names no language or Python, without the indentation of a list that it stands in; all
+    of the completion where it has none."""
+    blocks = [code for language, code in FENCED.findall(completion) if language.strip().lower() in LANGUAGES]
+    if not blocks:
+        return completion
+    return textwrap.dedent(blocks[-1]) if blocks[-1].lstrip("\n")[:1] in (" ", "\t") else str(blocks[-1])
 
 
 def tests_of(row: Fields) -> PythonTests:

@@ -5,7 +5,8 @@ import math
 import re
 from typing import Any
 
-THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL)
+THOUGHTS_BEGIN, THOUGHTS_END = "<think>", "</think>"
+THOUGHTS = re.compile(f"{THOUGHTS_BEGIN}.*?{THOUGHTS_END}", re.DOTALL)
 FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n[ \t]*```", re.DOTALL)
 SHOWN_CHARACTERS = 120
 
@@ -28,8 +29,10 @@ def json_in(answer: str) -> dict[str, Any]:
 
 
 def matched(pattern: str, answer: str) -> str:
-    """Return the first group of the only match of a pattern. Raises ValueError if it does not match, or several times."""
-    found = list(re.finditer(pattern, THOUGHTS.sub("", answer)))
+    """Return the first group of the only match of a pattern. Thoughts are left out, also where their beginning stands in the judge's prompt and
+    where they do not end. Raises ValueError if it does not match, or several times."""
+    said = THOUGHTS.sub("", answer).rpartition(THOUGHTS_END)[2].partition(THOUGHTS_BEGIN)[0]
+    found = list(re.finditer(pattern, said))
     if len(found) != 1:
         raise ValueError(f"reward.judge.score_pattern matches it {len(found)} times: {shown(answer)}")
     return found[0].group(1) or ""

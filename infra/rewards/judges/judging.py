@@ -15,6 +15,7 @@ from infra.rewards.judges.ledger import Ledger
 from infra.rewards.outcome import JUDGE_UNREADABLE, WHOLE_REWARD, Outcome, unjudged
 
 CUT_OFF = "length"
+SHOWN_END = 40
 NOT_ASKED = JudgeAway("it was not asked")
 OnOutcome = Callable[[int, Outcome], None]
 
@@ -136,7 +137,15 @@ class Judging:
         if found.finish_reason == NO_CHAT:
             return Vote(key, found.text, None, JUDGE_UNREADABLE, f"its judge's answer is {NO_CHAT}: {shown(found.text)}")
         try:
-            return Vote(key, found.text, self._case(number).read(found.text), "", "")
+            scores = self._case(number).read(found.text)
+            # A score that another digit would change may be the first digits of one: of 10 the 1.
+            if (
+                found.finish_reason == CUT_OFF
+                and self.config.score_pattern
+                and self._case(number).read(f"{found.text}0") != scores
+            ):
+                raise ValueError(f"its score may go on: {shown(found.text[-SHOWN_END:])}")
+            return Vote(key, found.text, scores, "", "")
         except ValueError as error:
             cut = " (cut off at reward.judge.max_output_tokens)" if found.finish_reason == CUT_OFF else ""
             return Vote(key, found.text, None, JUDGE_UNREADABLE, f"its judge's answer{cut} cannot be read: {error}")

@@ -5,7 +5,7 @@ import pytest
 from infra.config import DataConfig
 from infra.config.tools.conditions import check_columns, condition_of
 
-ROW = {"level": 3, "lang": "en", "extra": {"split": "train", "ok": True}, "none": None}
+ROW = {"level": 3, "lang": "en", "extra": {"split": "train", "ok": True}, "none": None, "year": "2024", "seen": "true"}
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,12 @@ ROW = {"level": 3, "lang": "en", "extra": {"split": "train", "ok": True}, "none"
         ("extra.missing != 1", True),
         ("none != null", False),
         ("level == 3.0", True),
+        ("year == 2024", True),
+        ("year != 2024", False),
+        ('year == "2024"', True),
+        ("year != 2025", True),
+        ("year in 2023, 2024", True),
+        ("seen != true", False),
     ],
 )
 def test_a_condition_holds_for_a_row_or_not(text: str, holds: bool) -> None:

@@ -123,6 +123,28 @@ def test_a_field_of_the_environment_that_would_have_no_effect_is_refused(environ
         RunConfig.model_validate({"environment": environment, "data": source})
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("instruction", "Think.", 'instruction "Think."'),
+        ("template", "raw", 'template "raw"'),
+        ("chat_template_kwargs", ["enable_thinking=false"], r'chat_template_kwargs \["enable_thinking=false"\]'),
+    ],
+)
+def test_what_makes_prompts_of_rows_is_refused_where_an_environment_writes_the_messages(
+    field: str, value: object, said: str
+) -> None:
+    data = {field: value}
+    with pytest.raises(
+        ValueError, match=rf"  Value error, data\.{said} has no effect with 'mine\.py:Game': an environment writes its own"
+    ):
+        RunConfig.model_validate({"environment": GAME, "data": data})
+    asked = {"name": "games", "data": {"source": "arithmetic"}}
+    with pytest.raises(ValueError, match=rf"evaluation\.sets 'games' data\.{said} has no effect with 'mine\.py:Game'"):
+        RunConfig.model_validate({"evaluation": {"sets": [{"name": "games", "data": data, "environment": GAME}]}})
+    RunConfig.model_validate({"data": data, "evaluation": {"sets": [asked | {"environment": GAME}]}})
+
+
 def test_every_field_of_the_environment_has_its_place_in_the_table_of_the_docs() -> None:
     text = (CHECKOUT / "docs/how-to/multi-turn.md").read_text()
     lines = [line.split("|") for line in text[text.index("| field | class ") :].partition("\n\n")[0].splitlines()[2:]]

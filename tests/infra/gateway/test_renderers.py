@@ -145,6 +145,17 @@ def test_answers_are_read_with_calls_and_reasoning(model_of: MakeModel, workspac
     llama = renderer_of(model_of("Llama 3.1"))
     called = llama.parse(llama.text.ids(['{"name": "add", "parameters": {"a": 1}}']), [TOOL], "c")
     assert (called.content, called.tool_calls[0].parsed) == ("", {"a": 1})
+    record = llama.parse(llama.text.ids(['{"name": "Ada", "age": 36}']), [TOOL], "c")
+    assert (record.content, record.tool_calls) == ('{"name": "Ada", "age": 36}', ())
+
+
+def test_a_call_that_ends_as_llama_ends_calls_has_its_end(model_of: MakeModel, workspace: Path) -> None:
+    llama, result = renderer_of(model_of("Llama 3.1")), ChatMessage("tool", "42")
+    prompt = [*llama.render([ChatMessage("user", "Hi")], [TOOL]), *llama.text.ids(['{"name": "add", "parameters": {}}'])]
+    for end in ("<|eom_id|>", "<|eot_id|>"):
+        tokens = [*prompt, llama.text.id_of(end)]
+        added = llama.text.decode_all(llama.bridge_to_next_turn(tokens, [result])[len(tokens) :])
+        assert added.startswith("<|start_header_id|>ipython<|end_header_id|>")
 
 
 def test_the_tokenizer_of_the_model_still_takes_special_tokens_for_what_they_are(model_of: MakeModel, workspace: Path) -> None:

@@ -11,6 +11,9 @@ from conversations import TOOL, MakeModel, random_given, random_text
 from transformers import AutoTokenizer
 
 from infra.engines.interface import TurnRequest
+from infra.gateway.http.chat_api import chat_answer
+from infra.gateway.http.fields import CHAT, RESPONSES, checked_fields
+from infra.gateway.http.responses_api import response_query
 from infra.gateway.rendering.admission import renderer_of
 from infra.gateway.rendering.interface import ConversationRenderer
 from infra.gateway.rendering.messages import ChatMessage
@@ -234,6 +237,68 @@ def test_without_reasoning_a_prompt_without_messages_is_a_trajectory_too(rendere
     session = run(renderer, script, DROPS)
     assert [trajectory.num_turns for trajectory in session.trajectories()] == [1, 1, 1]
     assert session.counts.branches == 0
+
+
+def test_a_template_that_an_agent_writes_itself_ends_each_answer_once(renderer: ConversationRenderer) -> None:
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        text, more = (
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+            "\n<|im_start|>user\nOn<|im_end|>\n<|im_start|>assistant\n",
+        )
+        for _ in range(3):
+            answer = await session.complete(session.text_query(text, None), lambda: True)
+            assert renderer.text.decode_all(answer.prompt) == text
+            answer.delivered()
+            whole = f"{text}{answer.message.content}<|im_end|>"
+            text = f"{whole}{more}"
+        assert len(session.tracks) == 1 and session.counts.branches == 0
+        assert renderer.text.decode_all(session.text_query(whole, None).prompt) == whole
+
+    session = run(renderer, script)
+    assert [trajectory.num_turns for trajectory in session.trajectories()] == [3]
+
+
+def test_reasoning_that_responses_leave_out_is_not_changed(model_of: MakeModel, workspace: Path) -> None:
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        first = await session.ask([ASKS])
+        said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": first.message.content}]}
+
+        def point(**thought: object) -> object:
+            items = [{"role": "user", "content": "Hi"}, {"type": "reasoning", "summary": [], **thought}, said]
+            content = {"model": "policy", "input": [*items, {"role": "user", "content": "Go on"}]}
+            return response_query(session, checked_fields(content, RESPONSES, "policy", 1.0)).point
+
+        assert first.message.reasoning == "Hm."
+        assert point(content=[{"type": "reasoning_text", "text": "Hm."}]) and point() and point(content=[])
+        assert not point(content=[{"type": "reasoning_text", "text": "Oh."}])
+
+    run(renderer_of(model_of("Qwen3")), script, texts=["<think>\nHm.\n</think>\n\nIt is 4."])
+
+
+def test_the_bytes_of_a_part_of_a_character_are_not_known(renderer: ConversationRenderer) -> None:
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        answer = await session.ask([ASKS])
+        fields = checked_fields({"model": "policy", "messages": [], "logprobs": True}, CHAT, "policy", 1.0)
+        entries = chat_answer(answer, fields, "policy", renderer.text, 0)["choices"][0]["logprobs"]["content"]
+        found = [entry["bytes"] for entry in entries[:-1]]
+        assert found[0] == [97] and found[-1] == [98] and None in found
+        assert all(known is None or bytes(known).decode() == entry["token"] for known, entry in zip(found, entries, strict=False))
+        assert list("\ufffd".encode()) not in found
+
+    run(renderer, script, texts=["a東b"])
+
+
+def test_an_id_of_a_response_of_another_session_is_none_of_this_one(renderer: ConversationRenderer) -> None:
+    async def script(session: Session, sampler: SeenSampler) -> None:
+        for limits in (LIMITS, DROPS):
+            session.limits = limits
+            first = await session.ask([ASKS])
+            second = await session.ask([ASKS, first.message, GOES_ON])
+            assert session.messages_after(first.turn_id) == [ASKS, first.message]
+            assert session.messages_after(second.turn_id) == [ASKS, first.message, GOES_ON, second.message]
+            assert session.messages_after("f" * 16 + first.turn_id[16:]) == []
+
+    run(renderer, script)
 
 
 def test_no_room_in_the_context_ends_the_episode_with_its_reason(renderer: ConversationRenderer) -> None:
