@@ -209,7 +209,7 @@ def test_the_example_of_the_docs_does_what_it_says(other_machine: Path) -> None:
     for command in commands:
         environment = os.environ | {"PREFECT_API_URL": url, "PYTHONPATH": str(CHECKOUT)}
         done = subprocess.run(
-            [*RATCHET, *command[1:]],
+            [*RATCHET, *command[1:], "-v"],  # the table
             env=environment,
             cwd=other_machine,
             capture_output=True,
