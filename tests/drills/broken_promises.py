@@ -1616,6 +1616,14 @@ BREAKAGES = (
     ),
     Breakage(
         "every setting holds or is refused",
+        "a rubric that is given as a long text is looked for as a file, which ends in a stack of calls",
+        "flows/cli/fields.py",
+        "os.path.exists(path) else text",
+        "Path(path).exists() else text",
+        "tests/flows/cli/test_fields.py::test_a_text_that_can_be_no_path_stays_a_text",
+    ),
+    Breakage(
+        "every setting holds or is refused",
         "a field of the environment that a program ignores is taken without a word",
         "infra/config/players.py",
         "if players and all(player in why for player in players):",

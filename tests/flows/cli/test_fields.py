@@ -278,6 +278,11 @@ def test_local_files_are_named_from_where_the_command_runs_and_kept_by_absolute_
     assert (kept.data.source, kept.model, kept.reward.name) == ("arithmetic", "tiny", "gsm8k_numeric")
 
 
+@pytest.mark.parametrize("text", ["Give {completion} points. " * 200, "~100 words are best: {completion}"])
+def test_a_text_that_can_be_no_path_stays_a_text(text: str) -> None:
+    assert from_here("reward.judge.rubric", text) == text
+
+
 def test_a_reward_file_without_its_function_is_refused_while_options_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
