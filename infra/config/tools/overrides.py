@@ -106,14 +106,16 @@ def one_line(error: ValidationError) -> str:
             found.append(f"{place} {PLAIN[finding['type']]}")
         elif finding["type"] in ("tuple_type", "list_type", "dict_type") and str(value).startswith(("[", "{")):
             found.append(f"{place} = {value!r}: this is no valid JSON")
+        elif finding["type"] == "value_error" and isinstance(value, dict):
+            found.append(message)  # of a section's rule, which names its fields and values
         else:
             found.append(_said(place, value, message))
     return "; ".join(found)
 
 
 def _said(place: str, value: object, message: str) -> str:
-    """Name the place of a wrong value, and the value unless the message does; a section's message says both."""
-    if not place or isinstance(value, dict):
+    """Name the place of a wrong value, and the value unless the message does."""
+    if not place:
         return message
     is_named = isinstance(value, str) and repr(value) in message
     return f"{place}: {message}" if is_named else f"{place} = {value!r}: {message}"
