@@ -1624,6 +1624,14 @@ BREAKAGES = (
     ),
     Breakage(
         "every setting holds or is refused",
+        "of a field that a file gives twice the last one is taken without a word",
+        "infra/config/tools/overrides.py",
+        "if names.count(name) > 1]",
+        "if False]",
+        "tests/flows/cli/test_fields.py::test_a_file_that_does_not_fit_is_one_line",
+    ),
+    Breakage(
+        "every setting holds or is refused",
         "a field of the environment that a program ignores is taken without a word",
         "infra/config/players.py",
         "if players and all(player in why for player in players):",

@@ -103,6 +103,11 @@ def test_the_configuration_that_a_run_wrote_is_a_file_like_any_other(tmp_path: P
             "field 'trainer.learning_rat' does not exist; the nearest is trainer.learning_",
         ),
         ("c.json", '{"num_steps": "many"}', "num_steps = 'many': "),
+        ("c.json", '{"data": {"1": 2}}', "field 'data.1' does not exist"),
+        ("c.yaml", "data: {1: 2}", "field 'data.1' does not exist"),
+        ("c.json", '{"seed": 1, "seed": 2}', "--config FOLDER/c.json cannot be read: 'seed' is given twice"),
+        ("c.yaml", "trainer:\n  seed: 1\n  seed: 2\n", "--config FOLDER/c.yaml cannot be read: 'seed' is given twice"),
+        ("c.yaml", "data.split: a\ndata: {split: b}", "'data.split' is given twice: give it once"),
     ],
 )
 def test_a_file_that_does_not_fit_is_one_line(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -110,6 +115,15 @@ def test_a_file_that_does_not_fit_is_one_line(tmp_path: Path, name: str, text: s
     with pytest.raises(ValueError) as caught:
         resolved("--config", str(tmp_path / name))
     assert str(caught.value).startswith(message.replace("FOLDER", str(tmp_path))) and "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_text_is_named_and_a_byte_order_mark_is_none_of_it(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="--config .*c.yaml cannot be read: 'utf-8' codec can't decode byte 0xff"):
+        resolved("--config", str(tmp_path / "c.yaml"))
+    for name, text in (("c.json", '{"seed": 7}'), ("c.toml", "seed = 7"), ("c.yaml", "seed: 7")):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert resolved("--config", str(tmp_path / name))[0].seed == 7
 
 
 def test_what_is_said_of_a_preset_and_a_run_at_once_is_refused() -> None:
