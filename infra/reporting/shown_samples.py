@@ -67,7 +67,9 @@ def best_and_worst_rows(run: str, step: int, count: int) -> list[dict[str, Any]]
     answers = answers_of_judge(folder)
     questions = {row["prompt_id"]: row["question"] for row in read_json_lines(folder.prompts)}
     if lost := [sample.prompt_id for sample in chosen if sample.prompt_id not in questions]:
-        raise ValueError(f"{folder.prompts} has no prompt {lost[0]}, of which {folder.assembled} has samples: put the whole file back")
+        raise ValueError(
+            f"{folder.prompts} has no prompt {lost[0]}, of which {folder.assembled} has samples: put the whole file back"
+        )
     return [
         {
             "prompt": questions[sample.prompt_id],

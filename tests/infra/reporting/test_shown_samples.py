@@ -37,7 +37,9 @@ def test_one_prompt_and_one_answer_has_no_turns(model_folder: Path) -> None:
     assert turns_of([sample()], model_folder) == []
 
 
-def test_samples_of_a_prompt_that_its_file_has_lost_are_said_with_the_file(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_a_prompt_that_its_file_has_lost_are_said_with_the_file(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (step_folder_of("r", 0)).mkdir(parents=True)
     StepFolder.at("r", 0).prompts.touch()
     monkeypatch.setattr(shown_samples, "read_samples", lambda path: [sample()])
