@@ -119,7 +119,7 @@ def test_a_file_that_does_not_fit_is_one_line(tmp_path: Path, name: str, text: s
 
 def test_a_file_that_is_no_text_is_named_and_a_byte_order_mark_is_none_of_it(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="--config .*c.yaml cannot be read: 'utf-8' codec can't decode byte 0xff"):
+    with pytest.raises(ValueError, match=r"--config .*c\.yaml cannot be read: 'utf-8' codec can't decode byte 0xff"):
         resolved("--config", str(tmp_path / "c.yaml"))
     for name, text in (("c.json", '{"seed": 7}'), ("c.toml", "seed = 7"), ("c.yaml", "seed: 7")):
         (tmp_path / name).write_text(text, encoding="utf-8-sig")
