@@ -72,6 +72,13 @@ def test_a_row_without_an_answer_is_named_by_its_number(tmp_path: Path) -> None:
     assert refusal_of(DataConfig(source=str(path))) == f"data file {path}, row 1 (from 0): it has no 'answer'"
 
 
+def test_half_of_a_surrogate_pair_is_refused_with_file_row_and_column(tmp_path: Path) -> None:
+    path = as_jsonl(tmp_path / "data.jsonl", [GSM8K[0], {"question": "Why \ud83d?", "answer": "2"}])
+    assert refusal_of(DataConfig(source=str(path))) == (
+        f"data file {path}, row 1 (from 0): column 'question' has '\\ud83d', half of a surrogate pair, which is no character: take it out"
+    )
+
+
 @pytest.mark.parametrize(("question", "kind"), [({"role": "user"}, "a dict"), (42, "an int"), (4.2, "a float"), (True, "a bool")])
 def test_a_question_that_is_no_text_is_refused_with_file_row_and_type(tmp_path: Path, question: object, kind: str) -> None:
     path = as_jsonl(tmp_path / "chats.jsonl", [GSM8K[0], {"question": question, "answer": "2"}])
