@@ -1911,11 +1911,19 @@ BREAKAGES = (
         "tests/infra/mirror/test_under_way.py::test_a_step_does_not_wait_for_a_store_that_is_known_to_be_away",
     ),
     Breakage(
+        "1 transaction",
+        "a file that has changed is a stack of calls",
+        "tasks/support/plain_errors.py",
+        "NoNodesForRanks, DigestMismatch)",
+        "NoNodesForRanks)",
+        "tests/tasks/test_rewards.py::test_an_error_of_one_line_is_logged_once_and_without_a_traceback",
+    ),
+    Breakage(
         "stores",
         "keys that a store refuses are a stack of calls",
         "tasks/support/plain_errors.py",
-        "ONE_LINE = (RewardFailed, StoreRefused, NoNodeForEngine, NoNodesForRanks)",
-        "ONE_LINE = (RewardFailed, NoNodeForEngine, NoNodesForRanks)",
+        "ONE_LINE = (RewardFailed, StoreRefused, NoNodeForEngine, NoNodesForRanks, DigestMismatch)",
+        "ONE_LINE = (RewardFailed, NoNodeForEngine, NoNodesForRanks, DigestMismatch)",
         "tests/tasks/test_rewards.py::test_an_error_of_one_line_is_logged_once_and_without_a_traceback",
     ),
     Breakage(
