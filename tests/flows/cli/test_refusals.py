@@ -165,6 +165,11 @@ def test_a_server_of_tools_that_cannot_be_used_is_named_before_a_run_is_begun(
             ["--adapter", "/nowhere"],
             "adapter '/nowhere' is neither a version of the run, nor a folder, nor RUN:VERSION of another run",
         ),
+        (["--adapter", ""], "adapter '' is neither a version of the run, nor a folder, nor RUN:VERSION of another run"),
+        (
+            ["--adapter", "~no-such-user/x"],
+            "adapter '~no-such-user/x' is neither a version of the run, nor a folder, nor RUN:VERSION",
+        ),
         (
             ["--against", "other:1"],
             "adapter 'other:1' is neither a version of the run, nor a folder, nor RUN:VERSION of another run",

@@ -236,7 +236,7 @@ def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("source", ["./nowhere.jsonl", "/nowhere/data", "~/nowhere", "nonsense", "a/b/c"])
+@pytest.mark.parametrize("source", ["", "./nowhere.jsonl", "/nowhere/data", "~/nowhere", "~no-such-user/x", "nonsense", "a/b/c"])
 def test_a_source_that_does_not_exist_is_named_with_what_would_do(source: str) -> None:
     message = refusal_of(DataConfig(source=source))
     assert message.startswith(f"data set {source!r} does not exist; give a local file or folder, a hub id")
