@@ -81,8 +81,10 @@ def test_a_torn_note_of_a_delivery_counts_as_none_and_the_step_is_delivered_agai
     run_id = mlflow_store.deliver(RUN)
     assert run_id is not None and mlflow_store.delivered_adapters(RUN) == {1, 2}
     note = run_folder(RUN) / "steps/000001/delivered.json"
-    note.write_bytes(note.read_bytes()[:20])
+    torn = note.read_bytes()[:20]
+    note.write_bytes(torn)
     assert mlflow_store.delivered_adapters(RUN) == {1}  # retention removes no adapter of which nobody knows that MLflow has it
+    note.write_bytes(torn)
     assert mlflow_store.waiting(RUN) == [note.parent]
     assert mlflow_store.deliver(RUN) == run_id and not mlflow_store.waiting(RUN)
     assert history(run_id, "reward/mean") == [(0, 0.3, 1000000), (1, 0.2, 1001000)]
