@@ -140,6 +140,21 @@ class Settings(BaseSettings):
             )
         return self
 
+    @field_validator("workspace", "lock_folder", mode="before")
+    @classmethod
+    def _folder_is_one_place(cls, folder: object, info: ValidationInfo) -> object:
+        """An empty name is not the folder where a command runs."""
+        if not isinstance(folder, str):
+            return folder
+        name, path = f"RATCHET_{str(info.field_name).upper()}", os.path.expanduser(folder)
+        if not path or path.startswith("~"):
+            raise ValueError(f"{name} {folder!r} names no folder: give one such as /data/ratchet, or take the variable out")
+        if info.field_name == "lock_folder" and not os.path.isabs(path):
+            raise ValueError(
+                f"{name} {folder!r} is no absolute path, and programs in other folders would not meet there: give one such as /tmp/ratchet"
+            )
+        return path
+
     @field_validator("store_url")
     @classmethod
     def _store_is_one_place(cls, url: str | None) -> str | None:
@@ -151,7 +166,7 @@ class Settings(BaseSettings):
                 f"RATCHET_STORE_URL {parts.scheme}://{parts.hostname} is a web address, which takes no files: give s3://BUCKET/FOLDER "
                 "(AWS_ENDPOINT_URL names a server that is not Amazon's), gs://, az:// or a folder"
             )
-        if "://" not in url and not Path(url).expanduser().is_absolute():
+        if "://" not in url and not os.path.isabs(os.path.expanduser(url)):
             raise ValueError(
                 f"RATCHET_STORE_URL {url!r} is no absolute path and no address: give a folder such as /mnt/shared/runs, or s3://BUCKET/FOLDER"
             )
@@ -304,7 +319,7 @@ def settings() -> Settings:
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and not name.startswith(NO_SETTINGS):
             _check_known(name)
-    workspace = loaded.workspace.expanduser().absolute()
+    workspace = loaded.workspace.absolute()
     if workspace.exists() and not workspace.is_dir():
         raise ValueError(f"RATCHET_WORKSPACE: {workspace} is a file: name a folder, or one that is to be made")
     return loaded.model_copy(update={"workspace": workspace})

@@ -69,4 +69,7 @@ def is_expected(error: RuntimeError | OSError) -> bool:
 
     if isinstance(error, ProgramFailed):
         return True
-    return type(error).__name__ in {"VariantsFailed", "ReplayDiffers", "RemoteError", "NoNodeForEngine"}
+    return type(error).__name__ in {
+        *("VariantsFailed", "ReplayDiffers", "RemoteError", "NoNodeForEngine"),
+        *("DigestMismatch", "Removed"),
+    }

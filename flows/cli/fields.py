@@ -118,8 +118,8 @@ def from_here(field: str, text: str) -> str:
         return from_here("data.source", source) + mark + options
     if field not in LOCAL or text in MADE_HERE or not text:
         return text
-    path = Path(text).expanduser()
-    return os.path.abspath(path) if path.suffix in LOCAL_KINDS or path.exists() else text
+    path = os.path.expanduser(text)  # of a text that is no path, such as a long rubric, Path.expanduser and exists may raise
+    return os.path.abspath(path) if path.endswith(LOCAL_KINDS) or os.path.exists(path) else text
 
 
 def _set_from_here(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -56,8 +57,8 @@ def locate(model: str, revision: str | None = None) -> Path:
     """
     if model in OURS:
         return _ours(model)
-    if Path(model).expanduser().is_dir():
-        return Path(model).expanduser().absolute()
+    if model and os.path.isdir(path := os.path.expanduser(model)):
+        return Path(path).absolute()
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise ValueError(
             f"model {model!r} is no folder; give a Hugging Face folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or one of {', '.join(OURS)}"
@@ -81,7 +82,7 @@ def lasting_name(base: BaseModelRef) -> str:
 
 
 def _is_hub_id(model: str) -> bool:
-    return model not in OURS and not Path(model).expanduser().is_dir() and model.count("/") == 1
+    return model not in OURS and not os.path.isdir(os.path.expanduser(model)) and model.count("/") == 1
 
 
 def _ours(kind: str) -> Path:

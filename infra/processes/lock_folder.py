@@ -56,7 +56,7 @@ def programs() -> Path:
 
 
 def make() -> None:
-    """Make the lock folder. Raises ValueError if another user made it or could change it."""
+    """Make the lock folder. Raises ValueError if it cannot be made, or if another user made it or could change it."""
     try:
         # A folder in the workspace is as safe as the workspace: the folders above it are the user's choice.
         private_folder.make(folder(), checks_parents=not folder().is_relative_to(settings().workspace))
@@ -64,6 +64,10 @@ def make() -> None:
     except private_folder.NotPrivate as error:
         raise ValueError(
             f"lock folder {folder()} is not safe: {error}; or set RATCHET_LOCK_FOLDER to a folder of yours"
+        ) from error
+    except OSError as error:
+        raise ValueError(
+            f"lock folder {folder()} cannot be made: {error.strerror}; set RATCHET_LOCK_FOLDER to a folder of yours"
         ) from error
 
 

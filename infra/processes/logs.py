@@ -41,8 +41,9 @@ def beginning(path: Path) -> str:
 
 
 def last_lines(path: Path, count: int = NUM_TAIL_LINES) -> str:
-    """Return the end of a log, for an error message."""
-    return "\n".join(path.read_text(errors="replace").splitlines()[-count:]) if path.exists() else f"({path} does not exist)"
+    """Return the end of a log, for an error message; nothing of it where count is 0."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else [f"({path} does not exist)"]
+    return "\n".join(lines[max(len(lines) - count, 0) :])
 
 
 def last_traceback(path: Path) -> str:

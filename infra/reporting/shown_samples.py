@@ -58,7 +58,7 @@ def _turns_of(sample: Sample, model_folder: Path) -> list[tuple[str, str]]:
 
 def best_and_worst_rows(run: str, step: int, count: int) -> list[dict[str, Any]]:  # Any: text, numbers, turns
     """Return rows of a table of samples: prompt, completion, its turns, reward, advantage, parts of the reward, the answer of a model that
-    judged."""
+    judged. Raises ValueError for a file of prompts that has lost one of them."""
     folder = StepFolder.at(run, step)
     episodes = {episode[0].episode: episode for episode in episodes_of(read_samples(folder.assembled))}
     chosen = best_and_worst([episode[0] for episode in episodes.values()], count)
@@ -66,6 +66,10 @@ def best_and_worst_rows(run: str, step: int, count: int) -> list[dict[str, Any]]
     model_folder = base_model.locate(read_json(folder.config)["model"]) if has_turns else Path()
     answers = answers_of_judge(folder)
     questions = {row["prompt_id"]: row["question"] for row in read_json_lines(folder.prompts)}
+    if lost := [sample.prompt_id for sample in chosen if sample.prompt_id not in questions]:
+        raise ValueError(
+            f"{folder.prompts} has no prompt {lost[0]}, of which {folder.assembled} has samples: put the whole file back"
+        )
     return [
         {
             "prompt": questions[sample.prompt_id],

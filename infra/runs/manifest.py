@@ -102,7 +102,7 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         raise ValueError(f"{path} is not a manifest that this version of Ratchet can read: {one_line(error)}") from error
     except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise ValueError(f"{error}; put the right file back, or drop the step with `ratchet drop`") from error
 
 
 def environment() -> Environment:

@@ -225,8 +225,14 @@ def _said_by(error: ValidationError) -> str:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read all lines of a file of JSON lines. Raises ValueError for a line that is no JSON."""
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
+    """Read all lines of a file of JSON lines. Raises ValueError for a line that is no JSON; names it."""
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read: line {number} is no JSON ({error})") from error
+    return found
 
 
 def sync(path: Path) -> None:

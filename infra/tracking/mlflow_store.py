@@ -196,9 +196,8 @@ def num_bytes_waiting(run: str) -> int:
 
 
 def _is_delivered(folder: Path, mlflow_run: str | None) -> bool:
-    if not (folder / DELIVERED).exists():
+    if (about := read_note(folder / DELIVERED, dict[str, str])) is None:
         return False
-    about = read_json(folder / DELIVERED)
     is_what_it_was = StepFolder(folder).manifest.exists() or about["content"] == _content(folder)  # steps do not change
     return is_what_it_was and mlflow_run in (None, about["run_id"])
 
@@ -213,8 +212,8 @@ def delivered_adapters(run: str) -> set[int]:
     """Versions whose files the run's store has; the adapter that step k made is version k + 1. A store to which the run has just moved has only what
     it got itself."""
     address = mlflow_address.of(run)
-    notes = RunFolder.of(run).steps.glob(f"[0-9]*/{DELIVERED}")
-    return {int(path.parent.name) + 1 for path in notes if address in (None, read_json(path).get("uri"))}
+    notes = {path: read_note(path, dict[str, str]) for path in RunFolder.of(run).steps.glob(f"[0-9]*/{DELIVERED}")}
+    return {int(path.parent.name) + 1 for path, note in notes.items() if note and address in (None, note.get("uri"))}
 
 
 def _mlflow_run(client: "MlflowClient", run: str) -> str:

@@ -1,5 +1,6 @@
 """Find the adapter to evaluate."""
 
+import os
 from pathlib import Path
 
 from prefect import task
@@ -48,7 +49,7 @@ def check_adapter(config: RunConfig, adapter: int | str | None) -> None:
         return
     if isinstance(adapter, str) and not adapter.isdecimal():
         folder, (run, _, version) = _folder_of(adapter), adapter.rpartition(":")
-        if folder.is_dir():
+        if adapter and folder.is_dir():
             external_adapter.check(config, folder)
         elif run in known_runs():
             named_version(config_of(run), version)
@@ -59,7 +60,7 @@ def check_adapter(config: RunConfig, adapter: int | str | None) -> None:
 
 
 def _folder_of(adapter: str) -> Path:
-    return Path(adapter).expanduser().absolute()
+    return Path(os.path.expanduser(adapter)).absolute()
 
 
 @task(cache_policy=NO_CACHE)

@@ -3,9 +3,10 @@
 import logging
 
 from infra.failures import NoNodeForEngine, NoNodesForRanks, RewardFailed, StoreRefused
+from infra.store.files import DigestMismatch
 
 LOGGERS = ("prefect.task_runs", "prefect.flow_runs", "prefect.engine")
-ONE_LINE = (RewardFailed, StoreRefused, NoNodeForEngine, NoNodesForRanks)
+ONE_LINE = (RewardFailed, StoreRefused, NoNodeForEngine, NoNodesForRanks, DigestMismatch)
 
 
 class Once(logging.Filter):

@@ -66,11 +66,11 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def _parsed(path: Path) -> Any:  # Any: what the file holds
-    text = path.read_text()
     try:
+        text = path.read_text(encoding="utf-8-sig")
         match path.suffix:
             case ".json":
-                return json.loads(text)
+                return json.loads(text, object_pairs_hook=_once)
             case ".toml":
                 return tomllib.loads(text)
             case ".yaml" | ".yml":
@@ -80,21 +80,39 @@ def _parsed(path: Path) -> Any:  # Any: what the file holds
     raise ValueError(f"--config {path} has an unknown ending: give a .json, .yaml or .toml file")
 
 
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:  # Any: as above
+    """Raises ValueError for a name that is there twice, of which a parser would take the last without a word."""
+    names = [name for name, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{twice[0]!r} is given twice: give it once")
+    return dict(pairs)
+
+
 def _yaml(text: str) -> Any:  # Any: as above
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor: dict[Any, yaml.Node] | None) -> yaml.MappingNode:
+            node = super().compose_mapping_node(anchor)
+            _once([(str(name.value), value) for name, value in node.value if isinstance(name, yaml.ScalarNode)])
+            return node
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
 
 
 def flattened(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"trainer": {"lora": {"rank": 8}}} -> {"trainer.lora.rank": 8}."""
-    flat: dict[str, Any] = {}
+    """{"trainer": {"lora": {"rank": 8}}} -> {"trainer.lora.rank": 8}.
+
+    Raises:
+        ValueError: for a field that is there in both ways.
+    """
+    flat: list[tuple[str, Any]] = []
     for name, value in config.items():
-        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
+        flat += flattened(value, f"{prefix}{name}.").items() if isinstance(value, dict) else [(f"{prefix}{name}", value)]
+    return _once(flat)
 
 
 def one_line(error: ValidationError) -> str:
@@ -106,14 +124,16 @@ def one_line(error: ValidationError) -> str:
             found.append(f"{place} {PLAIN[finding['type']]}")
         elif finding["type"] in ("tuple_type", "list_type", "dict_type") and str(value).startswith(("[", "{")):
             found.append(f"{place} = {value!r}: this is no valid JSON")
+        elif finding["type"] == "value_error" and isinstance(value, dict):
+            found.append(message)  # of a section's rule, which names its fields and values
         else:
             found.append(_said(place, value, message))
     return "; ".join(found)
 
 
 def _said(place: str, value: object, message: str) -> str:
-    """Name the place of a wrong value, and the value unless the message does; a section's message says both."""
-    if not place or isinstance(value, dict):
+    """Name the place of a wrong value, and the value unless the message does."""
+    if not place:
         return message
     is_named = isinstance(value, str) and repr(value) in message
     return f"{place}: {message}" if is_named else f"{place} = {value!r}: {message}"

@@ -111,9 +111,14 @@ def _row(columns: dict[str, JSON], answer: str, prompt_column: str, config: Data
 
 def _column(value: object, name: str) -> JSON:
     try:
-        return as_json(value)
+        found = as_json(value)
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.start + 1]
+        raise ValueError(f"column {name!r} has {half!r}, half of a surrogate pair, which is no character: take it out") from error
     except ValueError as error:
         raise ValueError(f"column {name!r}: {error}") from error
+    return found
 
 
 def _question_text(value: JSON, column: str) -> str:

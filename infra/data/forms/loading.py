@@ -1,5 +1,6 @@
 """Load the tables of a data set: from a local file or folder, or from the hub through `datasets`."""
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,8 +16,8 @@ def load(config: DataConfig) -> list[Table]:
     """Raises ValueError for a source that does not exist or cannot be read."""
     if (taskset := taskset_of(config.source)) is not None:
         return [tasksets.table_of(taskset)]
-    path = Path(config.source).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(config.source))
+    if config.source and path.exists():
         return read_tables(path / config.subset if path.is_dir() and config.subset else path, config.split)
     if config.source.startswith((".", "/", "~")) or config.source.count("/") != 1:
         raise ValueError(

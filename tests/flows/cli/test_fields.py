@@ -103,6 +103,11 @@ def test_the_configuration_that_a_run_wrote_is_a_file_like_any_other(tmp_path: P
             "field 'trainer.learning_rat' does not exist; the nearest is trainer.learning_",
         ),
         ("c.json", '{"num_steps": "many"}', "num_steps = 'many': "),
+        ("c.json", '{"data": {"1": 2}}', "field 'data.1' does not exist"),
+        ("c.yaml", "data: {1: 2}", "field 'data.1' does not exist"),
+        ("c.json", '{"seed": 1, "seed": 2}', "--config FOLDER/c.json cannot be read: 'seed' is given twice"),
+        ("c.yaml", "trainer:\n  seed: 1\n  seed: 2\n", "--config FOLDER/c.yaml cannot be read: 'seed' is given twice"),
+        ("c.yaml", "data.split: a\ndata: {split: b}", "'data.split' is given twice: give it once"),
     ],
 )
 def test_a_file_that_does_not_fit_is_one_line(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -110,6 +115,15 @@ def test_a_file_that_does_not_fit_is_one_line(tmp_path: Path, name: str, text: s
     with pytest.raises(ValueError) as caught:
         resolved("--config", str(tmp_path / name))
     assert str(caught.value).startswith(message.replace("FOLDER", str(tmp_path))) and "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_text_is_named_and_a_byte_order_mark_is_none_of_it(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"--config .*c\.yaml cannot be read: 'utf-8' codec can't decode byte 0xff"):
+        resolved("--config", str(tmp_path / "c.yaml"))
+    for name, text in (("c.json", '{"seed": 7}'), ("c.toml", "seed = 7"), ("c.yaml", "seed: 7")):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert resolved("--config", str(tmp_path / name))[0].seed == 7
 
 
 def test_what_is_said_of_a_preset_and_a_run_at_once_is_refused() -> None:
@@ -230,6 +244,16 @@ def test_a_run_that_cannot_start_says_why_without_the_configuration_table(worksp
         ("data", "RATCHET_WORKSPACE", "/proc/here", "workspace /proc/here cannot be used: No such file"),
         ("run", "RATCHET_WORKSPACE", "/proc/here", "workspace /proc/here cannot be used: No such file"),
         ("run", "RATCHET_WORKSPACE", "/proc/self", "workspace /proc/self cannot be used: no permission to write there"),
+        ("runs", "RATCHET_WORKSPACE", "", "RATCHET_WORKSPACE '' names no folder: give one such as"),
+        ("runs", "RATCHET_WORKSPACE", "~no-such-user/x", "RATCHET_WORKSPACE '~no-such-user/x' names no folder: "),
+        (
+            "runs",
+            "RATCHET_STORE_URL",
+            "~no-such-user/x",
+            "RATCHET_STORE_URL '~no-such-user/x' is no absolute path and no address",
+        ),
+        ("runs", "RATCHET_LOCK_FOLDER", "", "RATCHET_LOCK_FOLDER '' names no folder: give one such as"),
+        ("runs", "RATCHET_LOCK_FOLDER", "locks", "RATCHET_LOCK_FOLDER 'locks' is no absolute path, and programs in other "),
         ("quickstart", "RATCHET_ENGINE_PRT", "1", "RATCHET_ENGINE_PRT is no setting of ours; the nearest is "),
         ("quickstart", "RATCHET_WORKSPACE", "/proc/version", "RATCHET_WORKSPACE: /proc/version is a file: "),
         ("runs", "RATCHET_ENGINE_PRT", "1", "RATCHET_ENGINE_PRT is no setting of ours; the nearest is "),
@@ -280,6 +304,11 @@ def test_local_files_are_named_from_where_the_command_runs_and_kept_by_absolute_
     assert program.environment.command == ("python3", f"{here}/mine.py", f"{here}/python3", "not_there.py")
     kept, _ = resolved("--data.source", "arithmetic", "--model", "tiny", "--reward.name", "gsm8k_numeric")
     assert (kept.data.source, kept.model, kept.reward.name) == ("arithmetic", "tiny", "gsm8k_numeric")
+
+
+@pytest.mark.parametrize("text", ["Give {completion} points. " * 200, "~100 words are best: {completion}"])
+def test_a_text_that_can_be_no_path_stays_a_text(text: str) -> None:
+    assert from_here("reward.judge.rubric", text) == text
 
 
 def test_a_reward_file_without_its_function_is_refused_while_options_are_read(

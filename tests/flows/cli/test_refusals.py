@@ -22,6 +22,7 @@ from infra.processes.children import ProgramFailed
 from infra.runs.lineage import base_version
 from infra.services import servers
 from infra.settings import CHECKOUT
+from infra.store.files import DigestMismatch, Removed
 from infra.store.layout import run_folder
 from tasks.support.preflight import open_run
 
@@ -164,6 +165,11 @@ def test_a_server_of_tools_that_cannot_be_used_is_named_before_a_run_is_begun(
             ["--adapter", "/nowhere"],
             "adapter '/nowhere' is neither a version of the run, nor a folder, nor RUN:VERSION of another run",
         ),
+        (["--adapter", ""], "adapter '' is neither a version of the run, nor a folder, nor RUN:VERSION of another run"),
+        (
+            ["--adapter", "~no-such-user/x"],
+            "adapter '~no-such-user/x' is neither a version of the run, nor a folder, nor RUN:VERSION",
+        ),
         (
             ["--against", "other:1"],
             "adapter 'other:1' is neither a version of the run, nor a folder, nor RUN:VERSION of another run",
@@ -254,8 +260,17 @@ def test_a_module_of_flows_is_not_run_by_m(workspace: Path, words: list[str]) ->
     refused(done, f"flows.{words[-1 if words[-1] != '--help' else -2].rpartition('.')[2]} is not run by -m: `ratchet ")
 
 
-def test_an_engine_without_a_node_is_said_without_a_traceback() -> None:
-    assert errors.is_expected(NoNodeForEngine("replica 0 of the engine has no node"))
+@pytest.mark.parametrize(
+    "error",
+    [
+        NoNodeForEngine("replica 0 of the engine has no node"),
+        DigestMismatch("adapter_model.safetensors has changed since it was written"),
+        Removed("adapter_model.safetensors was removed by the run's retention"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_says_all_in_its_message_is_said_without_a_traceback(error: RuntimeError) -> None:
+    assert errors.is_expected(error)
     assert not errors.is_expected(RuntimeError("a mistake of ours"))
 
 

@@ -85,6 +85,8 @@ def test_a_field_that_does_not_exist_is_named_with_those_that_do(change: str, me
     [
         ('reward.functions=[{"nam": "x"}]', "reward.functions.0.name is missing; reward.functions.0.nam does not exist"),
         ('reward.functions=[{"name": "x"', """reward.functions = '[{"name": "x"': this is no valid JSON"""),
+        ('data.sources=[{"source": "a"}]', "data.sources.0 = {'source': 'a'}: Input should be a valid string"),
+        ('seed={"a": 1}', "seed = {'a': 1}: Input should be a valid integer"),
     ],
 )
 def test_a_list_that_is_written_wrongly_is_said_by_its_place(change: str, message: str) -> None:

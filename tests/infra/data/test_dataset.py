@@ -72,6 +72,13 @@ def test_a_row_without_an_answer_is_named_by_its_number(tmp_path: Path) -> None:
     assert refusal_of(DataConfig(source=str(path))) == f"data file {path}, row 1 (from 0): it has no 'answer'"
 
 
+def test_half_of_a_surrogate_pair_is_refused_with_file_row_and_column(tmp_path: Path) -> None:
+    path = as_jsonl(tmp_path / "data.jsonl", [GSM8K[0], {"question": "Why \ud83d?", "answer": "2"}])
+    assert refusal_of(DataConfig(source=str(path))) == (
+        f"data file {path}, row 1 (from 0): column 'question' has '\\ud83d', half of a surrogate pair, which is no character: take it out"
+    )
+
+
 @pytest.mark.parametrize(("question", "kind"), [({"role": "user"}, "a dict"), (42, "an int"), (4.2, "a float"), (True, "a bool")])
 def test_a_question_that_is_no_text_is_refused_with_file_row_and_type(tmp_path: Path, question: object, kind: str) -> None:
     path = as_jsonl(tmp_path / "chats.jsonl", [GSM8K[0], {"question": question, "answer": "2"}])
@@ -229,7 +236,7 @@ def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("source", ["./nowhere.jsonl", "/nowhere/data", "~/nowhere", "nonsense", "a/b/c"])
+@pytest.mark.parametrize("source", ["", "./nowhere.jsonl", "/nowhere/data", "~/nowhere", "~no-such-user/x", "nonsense", "a/b/c"])
 def test_a_source_that_does_not_exist_is_named_with_what_would_do(source: str) -> None:
     message = refusal_of(DataConfig(source=source))
     assert message.startswith(f"data set {source!r} does not exist; give a local file or folder, a hub id")

@@ -150,6 +150,12 @@ def test_a_large_file_is_read_again_after_a_day(
     assert len(read) == 2
 
 
+@pytest.mark.parametrize("model", ["", "~no-such-user/model"])
+def test_a_name_that_can_be_no_folder_is_refused_and_is_not_the_current_folder(model: str) -> None:
+    with pytest.raises(ValueError, match=rf"^model '{model}' is no folder; give a Hugging Face folder"):
+        base_model.locate(model)
+
+
 def test_other_libraries_load_a_model_by_its_hub_id_or_its_folder(workspace: Path, model_folder: Path) -> None:
     shutil.copytree(model_folder, workspace / "models/tiny")
     assert base_model.public_name("tiny") == str(workspace / "models/tiny")

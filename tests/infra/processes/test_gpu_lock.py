@@ -319,6 +319,16 @@ def test_a_lock_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatc
         pass
 
 
+def test_a_lock_folder_that_cannot_be_made_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(lock_folder, "folder", lambda: tmp_path / "file/locks")
+    with (
+        pytest.raises(ValueError, match=r"^lock folder .*/file/locks cannot be made: .*; set RATCHET_LOCK_FOLDER"),
+        gpu_lock.gpu_lock("run"),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("level", ["", "programs"])
 def test_a_lock_folder_that_others_may_write_to_is_refused(level: str) -> None:
     made = lock_folder.folder() / level

@@ -34,6 +34,12 @@ def test_the_end_of_a_log_that_does_not_exist_says_so(tmp_path: Path) -> None:
     assert logs.last_lines(tmp_path / "log") == f"({tmp_path / 'log'} does not exist)"
 
 
+def test_the_end_of_a_log_has_as_many_lines_as_are_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("a\nb\nc\n")
+    assert [logs.last_lines(path, count).splitlines() for count in (0, 2, 9)] == [[], ["b", "c"], ["a", "b", "c"]]
+
+
 def test_the_log_of_an_earlier_attempt_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "trainer.log"
     for attempt in ("first", "second", "third"):

@@ -3,11 +3,14 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from shared import sample
 from turns import sampled, turns_apart
 
 from infra.models import base_model
+from infra.reporting import shown_samples
 from infra.reporting.shown_samples import turns_of
+from infra.store.layout import StepFolder, step_folder_of
 
 
 def test_a_trajectory_is_shown_turn_by_turn_with_the_reward_of_each(model_folder: Path) -> None:
@@ -32,3 +35,13 @@ def test_a_trajectory_is_shown_turn_by_turn_with_the_reward_of_each(model_folder
 
 def test_one_prompt_and_one_answer_has_no_turns(model_folder: Path) -> None:
     assert turns_of([sample()], model_folder) == []
+
+
+def test_samples_of_a_prompt_that_its_file_has_lost_are_said_with_the_file(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (step_folder_of("r", 0)).mkdir(parents=True)
+    StepFolder.at("r", 0).prompts.touch()
+    monkeypatch.setattr(shown_samples, "read_samples", lambda path: [sample()])
+    with pytest.raises(ValueError, match=r"000000/prompts.jsonl has no prompt 0, of which .*assembled.parquet has samples"):
+        shown_samples.best_and_worst_rows("r", 0, 4)

@@ -159,6 +159,8 @@ def test_a_manifest_that_cannot_be_read_is_named(config: RunConfig, made: list[A
     with pytest.raises(ValueError, match=r"steps/000003/manifest.json (is not a manifest|cannot be read)") as caught:
         open_step.fn(config, None)
     assert "\n" not in str(caught.value)
+    assert str(caught.value).count("manifest.json") == 1
+    assert str(caught.value).endswith("drop the step with `ratchet drop`") == (content not in (b"[]", b"{}"))
 
 
 def test_a_chain_that_was_changed_in_the_middle_is_found(config: RunConfig, made: list[AdapterVersion]) -> None:

@@ -58,6 +58,12 @@ def test_json_comes_back_as_it_was(tmp_path: Path) -> None:
     assert files.read_json_lines(files.write_json_lines(tmp_path / "all.jsonl", rows)) == rows
 
 
+def test_a_line_that_is_no_json_is_named_with_its_file(tmp_path: Path) -> None:
+    (tmp_path / "all.jsonl").write_text('{"a": 1}\n{"a": ')
+    with pytest.raises(ValueError, match=r"all.jsonl cannot be read: line 2 is no JSON \(Expecting value"):
+        files.read_json_lines(tmp_path / "all.jsonl")
+
+
 def test_nobody_waits_for_a_note_and_whole_it_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "sync", lambda path: pytest.fail(f"waited for {path}"))
     assert files.read_note(files.write_note(tmp_path / "deep/note.json", {"pid": 7}), dict[str, int]) == {"pid": 7}

@@ -75,6 +75,21 @@ def test_steps_that_waited_are_delivered_in_order_and_once(workspace: Path) -> N
     assert len(client.get_run(run_id).inputs.dataset_inputs) == 1
 
 
+def test_a_torn_note_of_a_delivery_counts_as_none_and_the_step_is_delivered_again(workspace: Path) -> None:
+    commit(0, 0.3)
+    commit(1, 0.2)
+    run_id = mlflow_store.deliver(RUN)
+    assert run_id is not None and mlflow_store.delivered_adapters(RUN) == {1, 2}
+    note = run_folder(RUN) / "steps/000001/delivered.json"
+    torn = note.read_bytes()[:20]
+    note.write_bytes(torn)
+    assert mlflow_store.delivered_adapters(RUN) == {1}  # retention removes no adapter of which nobody knows that MLflow has it
+    note.write_bytes(torn)
+    assert mlflow_store.waiting(RUN) == [note.parent]
+    assert mlflow_store.deliver(RUN) == run_id and not mlflow_store.waiting(RUN)
+    assert history(run_id, "reward/mean") == [(0, 0.3, 1000000), (1, 0.2, 1001000)]
+
+
 def test_versions_of_others_under_the_same_name_are_left_alone_and_do_not_count(workspace: Path) -> None:
     client = MlflowClient(mlflow_store.uri(), mlflow_store.uri())
     client.create_registered_model(RUN)
