@@ -60,8 +60,8 @@ def environment_fields_have_an_effect(config: "RunConfig") -> None:
         _check_prompts(config.environment.label, {name: getattr(config.data, name) for name in OF_PROMPTS}, "")
     played = {name: each.environment for name, each in config.eval_configs.items()}
     for asked in config.evaluation.asked:
-        if (environment := played.get(asked.name)) is not None:
-            _check_prompts(environment.label, asked.data, place_of(asked.name))
+        if (player := played.get(asked.name)) is not None:
+            _check_prompts(player.label, asked.data, place_of(asked.name))
 
 
 def _check_prompts(label: str, data: Mapping[str, Any], place: str) -> None:
