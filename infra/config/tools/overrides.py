@@ -91,7 +91,7 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:  # Any: as above
 def _yaml(text: str) -> Any:  # Any: as above
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML is not typed
         def compose_mapping_node(self, anchor: dict[Any, yaml.Node] | None) -> yaml.MappingNode:
             node = super().compose_mapping_node(anchor)
             _once([(str(name.value), value) for name, value in node.value if isinstance(name, yaml.ScalarNode)])
