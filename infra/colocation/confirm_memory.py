@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from infra.colocation.plans import MARGIN_BYTES, TRAINER_RESIDUE_BYTES
+from infra.colocation.trainer_memory import MARGIN_BYTES, TRAINER_RESIDUE_BYTES
 from infra.concurrency import polling
 from infra.config import ColocationPlan
 from infra.failures import EngineOutOfMemory, EngineUnavailable

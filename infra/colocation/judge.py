@@ -5,10 +5,10 @@ rollout: engine -> release -> judging: judge -> release -> training: trainer -> 
 
 from typing import NamedTuple
 
-from infra.colocation import plans
+from infra.colocation.engine_memory import at_work_bytes, residue_bytes
 from infra.colocation.judge_section import plan_of, server_of
-from infra.colocation.plans import GIB, Machine
-from infra.colocation.trainer_memory import Model, model_in, trainer_peak_bytes
+from infra.colocation.machine import GIB, Machine
+from infra.colocation.trainer_memory import TRAINER_RESIDUE_BYTES, Model, model_in, trainer_peak_bytes
 from infra.config import EngineConfig, RunConfig, TrainerConfig
 from infra.models import base_model
 
@@ -40,13 +40,13 @@ def phases(config: RunConfig, engine: EngineConfig, trainer: TrainerConfig, mach
     else:
         alone = machine._replace(judge_bytes=0)
         asleep: dict[str, float] = {
-            "engine": plans.residue_bytes(engine.colocation, engine, own),  # type: ignore[arg-type]  # resolved
-            "judge": plans.residue_bytes(plan_of(judge), server, its),
-            "trainer": plans.TRAINER_RESIDUE_BYTES if trainer.mode == "persistent" else 0,
+            "engine": residue_bytes(engine.colocation, engine, own),  # type: ignore[arg-type]  # resolved
+            "judge": residue_bytes(plan_of(judge), server, its),
+            "trainer": TRAINER_RESIDUE_BYTES if trainer.mode == "persistent" else 0,
         }
         awake = {
-            "engine": plans.at_work_bytes(engine, alone),
-            "judge": plans.at_work_bytes(server, alone),
+            "engine": at_work_bytes(engine, alone),
+            "judge": at_work_bytes(server, alone),
             "trainer": trainer_peak_bytes(trainer, own),
         }
         held = {name: asleep | {name: awake[name]} for name in names}

@@ -7,11 +7,18 @@ same plan, so that the engine's flags, and with them the living engine, stay the
 import math
 from typing import Literal, NamedTuple
 
-import psutil
-
-from infra.colocation import host_memory, judge_section, microbatch
-from infra.colocation.engine_memory import cached_sequences, kv_cache_bytes, lora_pool_bytes
-from infra.colocation.trainer_memory import Model, held_bytes, model_in, trainer_peak_bytes, weight_bytes
+from infra.colocation import host_memory, judge, judge_section, microbatch
+from infra.colocation.engine_memory import at_work_bytes, cached_sequences, residue_bytes
+from infra.colocation.machine import GIB, Machine, this_machine
+from infra.colocation.trainer_memory import (
+    SLEEPING_BYTES,
+    TRAINING_SLACK_BYTES,
+    Model,
+    held_bytes,
+    model_in,
+    trainer_peak_bytes,
+    weight_bytes,
+)
 from infra.config import (
     ATTENTION,
     MOST_RUNNING_REQUESTS,
@@ -21,45 +28,14 @@ from infra.config import (
     RunConfig,
     TrainerConfig,
 )
-from infra.machine import devices, nvml
+from infra.machine import devices
 from infra.machine.devices import Plan
 from infra.models import base_model
 from infra.models.architecture import Architecture
 from infra.settings import settings
 
-GIB = 2**30
-ENGINE_RESIDUE_BYTES = int(2.5 * GIB)
-"""Memory of an SGLang process that released everything: context, CUDA graphs, buffers. 1.3 to 2.5 GiB on an H200 (docs/results)."""
-PARALLEL_RESIDUE_BYTES = int(1.5 * GIB)
-"""Additional memory of each rank of a tensor-parallel engine: 1.0 GiB with two ranks on H200s. Probably buffers of NCCL and the all-reduce."""
-KV_INDEX_BYTES = 48
-"""Additional memory for each token that fits into the KV cache; it matters for tiny models. Measured on H200s: 45 bytes (5.2 GB with
-117 million tokens, 0.55 GB with 12 million), allocated between the pool and the first CUDA graph."""
-TRAINER_RESIDUE_BYTES = 3 * GIB
-"""Memory of a sleeping persistent trainer: 2.6 GiB on an H200."""
-MARGIN_BYTES = GIB // 2
-SLEEPING_BYTES = TRAINER_RESIDUE_BYTES + MARGIN_BYTES
-TRAINING_SLACK_BYTES = 6 * GIB
-"""Safety margin on the estimate of the trainer's peak."""
 DEADLINE_S: dict[ColocationPlan, float] = {"keep_weights": 20, "offload": 120, "reload": 20, "restart": 60, "separate_gpus": 0}
 """Seconds until NVML must report a plan's memory as free. offload copies at 3 GB/s as long as its copy on the host is not page-locked."""
-
-
-class Machine(NamedTuple):
-    is_gpu: bool
-    gpu_bytes: int
-    """Memory of the smallest GPU."""
-    is_split: bool
-    host_bytes: int
-    """Memory of the host."""
-    judge_bytes: int = 0
-    """Memory of each GPU that the sleeping server of a second model that judges keeps."""
-    model_files_bytes: int = 0
-    """Memory of the host that the model's files take; 0 if they lie on a disk."""
-    judge_host_bytes: int = 0
-    """Memory of the host that the sleeping server of a second model takes."""
-    replicas_per_gpu: int = 1
-    """The most replicas of the engine that share a GPU."""
 
 
 class Colocation(NamedTuple):
@@ -70,13 +46,6 @@ class Colocation(NamedTuple):
     trainer: TrainerConfig
     """With the mode for `auto`, the place for sleep_weights `auto`, and a number for max_tokens_per_microbatch."""
     plan: Plan
-
-
-def this_machine() -> Machine:
-    """Return the sizes of this machine that plans are made by."""
-    gpus = nvml.read().gpus
-    smallest = min((gpu.total_bytes for gpu in gpus), default=0)
-    return Machine(bool(gpus), smallest, settings().is_split, psutil.virtual_memory().total)
 
 
 def machine_of(config: RunConfig) -> Machine:
@@ -180,8 +149,6 @@ def _running_requests(config: RunConfig) -> int | None:
 
 
 def _turns_of_judge(config: RunConfig, engine: EngineConfig, trainer: TrainerConfig) -> str:
-    from infra.colocation import judge  # which is made of this module's sizes
-
     return judge.words(config, engine, trainer, this_machine()) if config.reward.has_judge_server else ""
 
 
@@ -216,12 +183,6 @@ def _mode(config: RunConfig, engine: EngineConfig) -> Literal["per_step", "persi
 def sleeps_beside(engine: EngineConfig, machine: Machine) -> bool:
     """Whether a sleeping trainer without its weights fits on the GPU while the engine samples. On a CPU it takes nothing that training does not."""
     return engine.colocation == "separate_gpus" or at_work_bytes(engine, machine) + SLEEPING_BYTES <= machine.gpu_bytes
-
-
-def at_work_bytes(engine: EngineConfig, machine: Machine) -> float:
-    """Memory on each of an engine's GPUs while it samples, with what a sleeping judge keeps."""
-    residue = ENGINE_RESIDUE_BYTES + (PARALLEL_RESIDUE_BYTES if engine.tensor_parallel > 1 else 0)
-    return machine.replicas_per_gpu * (engine.memory_fraction * machine.gpu_bytes + residue) + machine.judge_bytes
 
 
 def _with_idle_weights(config: RunConfig, engine: EngineConfig, trainer: TrainerConfig) -> TrainerConfig:
@@ -309,26 +270,3 @@ def check_quantization(config: RunConfig, a: Architecture) -> None:
             f"engine.quantization {config.engine.quantization!r} with trainer.lora.target_modules {', '.join(names)} of experts: SGLang cannot do "
             f"both, take {', '.join(ATTENTION)} or quantization 'none'"
         )
-
-
-def residue_bytes(colocation: ColocationPlan, engine: EngineConfig, model: Model, kv_cache_tokens: int = 0) -> int:
-    """Memory that an engine may still hold on each of its GPUs after the plan's release. Raises ValueError for separate_gpus: it releases nothing."""
-    residue = ENGINE_RESIDUE_BYTES + lora_pool_bytes(engine, model) + KV_INDEX_BYTES * kv_cache_tokens
-    residue += PARALLEL_RESIDUE_BYTES if engine.tensor_parallel > 1 else 0
-    match colocation:
-        case "keep_weights":
-            return residue + math.ceil(weight_bytes(engine.dtype, model) / engine.tensor_parallel)
-        case "offload" | "reload":
-            return residue
-        case "restart":
-            return 0
-        case "separate_gpus":
-            raise ValueError("colocation separate_gpus releases no memory: it has no residue to check")
-
-
-def freed_bytes(colocation: ColocationPlan, engine: EngineConfig, model: Model, kv_cache_tokens: int) -> int:
-    """The least memory that a plan frees on each of the engine's GPUs."""
-    cache = kv_cache_bytes(engine, model.architecture, kv_cache_tokens)
-    weights = weight_bytes(engine.dtype, model) // engine.tensor_parallel
-    weights //= 1 if engine.quantization == "none" else 2  # of 8-bit floats; what stays at 16 bits comes on top
-    return cache if colocation == "keep_weights" else cache + weights

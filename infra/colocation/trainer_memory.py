@@ -6,9 +6,17 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from infra.colocation.machine import GIB
 from infra.config import TrainerConfig
 from infra.machine import devices
 from infra.models.architecture import Architecture, linear_shapes, read_architecture
+
+TRAINER_RESIDUE_BYTES = 3 * GIB
+"""Memory of a sleeping persistent trainer: 2.6 GiB on an H200."""
+MARGIN_BYTES = GIB // 2
+SLEEPING_BYTES = TRAINER_RESIDUE_BYTES + MARGIN_BYTES
+TRAINING_SLACK_BYTES = 6 * GIB
+"""Safety margin on the estimate of the trainer's peak."""
 
 
 class Model(NamedTuple):

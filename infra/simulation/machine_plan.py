@@ -9,7 +9,8 @@ from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, Field
 
 from infra.colocation import engine_memory, plans
-from infra.colocation.trainer_memory import Model, num_lora_parameters, trainer_peak_bytes
+from infra.colocation.machine import Machine
+from infra.colocation.trainer_memory import TRAINING_SLACK_BYTES, Model, num_lora_parameters, trainer_peak_bytes
 from infra.config import MOST_RUNNING_REQUESTS, EngineConfig, LoraConfig, TrainerConfig
 from infra.forecast.fit import Training, peak_bytes
 from infra.forecast.rates import Rates, rates_of
@@ -253,17 +254,17 @@ def _fitted(
     micro-batch is taken for a faster hand-over, and recomputation rather than a restart of the engine in each step."""
     if _running(engine, kind, model, work) < 1:
         return None
-    machine = plans.Machine(True, GPU_KINDS[kind].memory_bytes, is_split, int(work.host_gib * GIB))
+    machine = Machine(True, GPU_KINDS[kind].memory_bytes, is_split, int(work.host_gib * GIB))
     sizes = [size for size in MICROBATCHES if size >= work.sequence_tokens] or [work.sequence_tokens]
     sizes = [trainer.max_tokens_per_microbatch] if trainer.max_tokens_per_microbatch else sizes
     again = (True,) if trainer.recompute else (False, True)
     tried = [trainer.but(max_tokens_per_microbatch=size, recompute=recompute) for recompute in again for size in sizes]
-    fitting = [t for t in tried if trainer_peak_bytes(t, model) + plans.TRAINING_SLACK_BYTES <= machine.gpu_bytes]
+    fitting = [t for t in tried if trainer_peak_bytes(t, model) + TRAINING_SLACK_BYTES <= machine.gpu_bytes]
     chosen = [(t, shared) for t in fitting if (shared := _shared(engine, t, model, machine))]
     return min(chosen, key=lambda pair: TO_SAMPLING_S[pair[1].colocation] / 10 + pair[0].recompute, default=None)
 
 
-def _shared(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: plans.Machine) -> EngineConfig | None:
+def _shared(engine: EngineConfig, trainer: TrainerConfig, model: Model, machine: Machine) -> EngineConfig | None:
     """The engine with its colocation plan; one that was set by hand stays. None: it cannot keep the experts that it shares beside this trainer."""
     if engine.colocation not in ("auto", "separate_gpus"):
         return engine
@@ -295,7 +296,7 @@ def _candidate(
     total = GPU_KINDS[kind].memory_bytes
     running = min(_running(engine, kind, model, work), work.num_prompts * work.group_size)
     engine = engine.but(max_running_requests=running)
-    kept = 0 if is_split else plans.residue_bytes(engine.colocation, engine, model)  # type: ignore[arg-type]
+    kept = 0 if is_split else engine_memory.residue_bytes(engine.colocation, engine, model)  # type: ignore[arg-type]
     own = given.measured.get(layout_key(engine, trainer))
     used = own or rates
     engine_left = 1.0 if own else _left(engine.tensor_parallel)
@@ -323,8 +324,8 @@ def _candidate(
         to_training_s=TO_TRAINING_S + EXPERTS_S[0] * on_experts,
         to_sampling_s=TO_SAMPLING_S[engine.colocation] + EXPERTS_S[1] * on_experts,
     )
-    awake = engine.memory_fraction * total + plans.ENGINE_RESIDUE_BYTES
-    awake += plans.PARALLEL_RESIDUE_BYTES if engine.tensor_parallel > 1 else 0
+    awake = engine.memory_fraction * total + engine_memory.ENGINE_RESIDUE_BYTES
+    awake += engine_memory.PARALLEL_RESIDUE_BYTES if engine.tensor_parallel > 1 else 0
     at_peak = peak_bytes(trainer, model, work_on(trainer, work)) + kept
     gibs = awake / GIB, at_peak / GIB
     return Candidate(engine_gpus, trainer_gpus, is_split, engine, trainer, *gibs, scenario, used, work, kind)

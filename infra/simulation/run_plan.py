@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from infra.colocation import engine_memory, microbatch, plans
+from infra.colocation.machine import Machine
 from infra.colocation.trainer_memory import Model
 from infra.config import RunConfig, TrainerConfig
 from infra.config.sections.trainer import DEFAULT_MICROBATCH_TOKENS
@@ -255,7 +256,7 @@ def _with_microbatch(c: Candidate, model: Model, config: RunConfig) -> TrainerCo
     """The trainer with the micro-batch of its first step, where that is left to the machine: as large as the GPU has room for."""
     if config.trainer.max_tokens_per_microbatch or c.trainer.max_tokens_per_microbatch != DEFAULT_MICROBATCH_TOKENS:
         return c.trainer
-    machine = plans.Machine(True, GPU_KINDS[c.kind].memory_bytes, c.is_split, 0)
+    machine = Machine(True, GPU_KINDS[c.kind].memory_bytes, c.is_split, 0)
     room = plans.left_to_trainer_bytes(c.engine, model, machine)
     largest = microbatch.largest(c.trainer, model, room_bytes=room, longest=config.longest_sequence_tokens)
     return c.trainer.but(max_tokens_per_microbatch=largest.tokens)

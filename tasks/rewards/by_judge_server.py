@@ -16,6 +16,7 @@ from infra import engines
 from infra.colocation import judge as turns
 from infra.colocation import plans
 from infra.colocation.judge_section import server_of
+from infra.colocation.machine import this_machine
 from infra.concurrency.deadline import NO_DEADLINE, Deadline
 from infra.concurrency.prefetch import Prefetch
 from infra.config import ATTENTION, EngineConfig, JudgeConfig, RewardConfig, RunConfig
@@ -78,7 +79,7 @@ def check_turns(config: RunConfig) -> None:
             "let both share the GPUs, or take a judge that is an endpoint"
         )
     engine, trainer, plan = plans.resolve_colocation(config)
-    turns.check_room(config, engine, trainer, plans.this_machine())
+    turns.check_room(config, engine, trainer, this_machine())
     log.info("turns with the judge: %s", plan.judge)
 
 

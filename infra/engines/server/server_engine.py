@@ -12,6 +12,7 @@ from typing import Any
 from infra.cluster import connection
 from infra.colocation import confirm_memory, plans
 from infra.colocation.confirm_memory import Promise
+from infra.colocation.engine_memory import freed_bytes, residue_bytes
 from infra.colocation.trainer_memory import model_in
 from infra.concurrency import event_loop
 from infra.config import ColocationPlan, EngineConfig, SamplingConfig
@@ -182,7 +183,7 @@ class ServerEngine(ABC):
     def _promise(self, state: ServerState) -> Promise:
         plan = self.plan.colocation
         sizes = self.config, model_in(self.model_folder), state.kv_cache_tokens
-        return Promise(plan, *(of(self.frees_as.get(plan, plan), *sizes) for of in (plans.residue_bytes, plans.freed_bytes)))
+        return Promise(plan, *(of(self.frees_as.get(plan, plan), *sizes) for of in (residue_bytes, freed_bytes)))
 
     def mark_verified(self, adapter: AdapterVersion) -> None:
         server_process.remember(self._state.but(is_verified=True))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from infra.colocation import engine_memory, plans
-from infra.colocation.plans import Machine
+from infra.colocation.machine import Machine
 from infra.config import RunConfig
 from infra.config.tools.overrides import changed
 from infra.forecast.shapes import model_of

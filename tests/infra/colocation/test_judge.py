@@ -8,7 +8,7 @@ from shared import DENSE_7B
 
 from infra.colocation import judge, plans
 from infra.colocation.judge_section import server_of
-from infra.colocation.plans import GIB, Machine
+from infra.colocation.machine import GIB, Machine
 from infra.colocation.trainer_memory import Model
 from infra.config import RunConfig
 from infra.machine import devices

@@ -7,7 +7,7 @@ import pytest
 from shared import DENSE_7B
 
 from infra.colocation import microbatch, plans
-from infra.colocation.plans import Machine
+from infra.colocation.machine import Machine
 from infra.colocation.trainer_memory import Model, activation_bytes, held_bytes
 from infra.config import EngineConfig, LoraConfig, RunConfig, TrainerConfig
 from infra.machine import devices

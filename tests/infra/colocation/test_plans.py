@@ -10,8 +10,8 @@ import torch
 from pydantic import ValidationError
 from shared import DENSE_7B, QWEN_COMMON
 
-from infra.colocation import host_memory, plans
-from infra.colocation.plans import Machine
+from infra.colocation import engine_memory, host_memory, plans, trainer_memory
+from infra.colocation.machine import Machine
 from infra.colocation.trainer_memory import Model, trainer_peak_bytes
 from infra.config import ATTENTION, EngineConfig, LoraConfig, RunConfig, TrainerConfig
 from infra.machine import devices, nvml
@@ -73,7 +73,7 @@ def test_the_trainers_peak_is_estimated_as_it_was_measured(
 ) -> None:
     config = trainer(microbatch, recompute=recompute, lora=LoraConfig(rank=rank, alpha=16))
     estimated = trainer_peak_bytes(config, model(fields)) / GIB
-    assert measured_gib - plans.TRAINING_SLACK_BYTES / GIB - 1 < estimated < measured_gib + 6
+    assert measured_gib - trainer_memory.TRAINING_SLACK_BYTES / GIB - 1 < estimated < measured_gib + 6
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,10 @@ def test_replicas_that_share_a_gpu_each_keep_their_own_there_and_a_copy_on_the_h
     shared = alone._replace(replicas_per_gpu=2)
     assert plans.choose(engine, config, dense, alone).colocation == "keep_weights"
     assert plans.choose(engine, config, dense, shared).colocation == "reload"
-    kept = plans.residue_bytes("keep_weights", engine, dense)
+    kept = engine_memory.residue_bytes("keep_weights", engine, dense)
     left = [plans.left_to_trainer_bytes(engine.but(colocation="keep_weights"), dense, each) for each in (alone, shared)]
     assert left[0] - left[1] == kept
-    assert plans.at_work_bytes(engine, shared) == 2 * plans.at_work_bytes(engine, alone)
+    assert engine_memory.at_work_bytes(engine, shared) == 2 * engine_memory.at_work_bytes(engine, alone)
     parts = plans.host_parts("offload", engine, config.but(mode="per_step"), dense, alone)
     assert parts == {"the sleeping engine's weights": 2 * dense.weight_bytes}
 
@@ -163,17 +163,17 @@ def test_gpus_of_their_own_are_a_split_whatever_fits() -> None:
 
 def test_what_may_be_left_after_a_release_hangs_on_the_plan() -> None:
     left = {
-        plan: plans.residue_bytes(plan, EngineConfig(), model(DENSE_7B)) / GIB
+        plan: engine_memory.residue_bytes(plan, EngineConfig(), model(DENSE_7B)) / GIB
         for plan in ("keep_weights", "offload", "reload", "restart")  # type: ignore[var-annotated]
     }
     assert left["offload"] == left["reload"] == pytest.approx(2.65, abs=0.01)  # with slots for two adapters
     assert left["keep_weights"] == pytest.approx(left["offload"] + 14.19, abs=0.01)
     assert left["restart"] == 0
-    tiny_model_s = plans.residue_bytes("reload", EngineConfig(), model(DENSE_7B), kv_cache_tokens=116_667_852) / GIB
+    tiny_model_s = engine_memory.residue_bytes("reload", EngineConfig(), model(DENSE_7B), kv_cache_tokens=116_667_852) / GIB
     assert 4.9 < tiny_model_s - left["reload"] < 5.5, "5.24 GB by the log of an H200"
-    halved = plans.residue_bytes("keep_weights", EngineConfig(tensor_parallel=2), model(DENSE_7B)) / GIB
+    halved = engine_memory.residue_bytes("keep_weights", EngineConfig(tensor_parallel=2), model(DENSE_7B)) / GIB
     assert left["keep_weights"] - halved == pytest.approx(14.19 / 2 - 1.5, abs=0.01)
-    assert halved + plans.MARGIN_BYTES / GIB > 10.7, "of each of two ranks, by the driver of two H200s"
+    assert halved + trainer_memory.MARGIN_BYTES / GIB > 10.7, "of each of two ranks, by the driver of two H200s"
 
 
 def test_a_plan_that_was_chosen_by_hand_stays(monkeypatch: pytest.MonkeyPatch, model_folder: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from shared import becomes
 
-from infra.colocation import confirm_memory, plans
+from infra.colocation import confirm_memory, engine_memory, plans
 from infra.config import ColocationPlan, EngineConfig
 from infra.engines import checked, open_engine
 from infra.engines.interface import Engine
@@ -69,8 +69,8 @@ def gpu(workspace: Path, set_fault: SetFault, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(confirm_memory, "ROOM_DEADLINE_S", 1.0)
     monkeypatch.setattr(plans, "DEADLINE_S", dict.fromkeys(plans.DEADLINE_S, 1.0))
     # the size of the scripted server's model, in the place of the tiny one's few bytes
-    monkeypatch.setattr(plans, "weight_bytes", lambda dtype, model: 15 * GIB)
-    monkeypatch.setattr(plans, "kv_cache_bytes", lambda engine, architecture, num_tokens: 83 * GIB)
+    monkeypatch.setattr(engine_memory, "weight_bytes", lambda dtype, model: 15 * GIB)
+    monkeypatch.setattr(engine_memory, "kv_cache_bytes", lambda engine, architecture, num_tokens: 83 * GIB)
     return fake
 
 
@@ -262,7 +262,7 @@ def test_the_index_of_a_large_kv_cache_may_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = awake(engine_config, scripted_adapter(0), "reload")
-    monkeypatch.setattr(plans, "KV_INDEX_BYTES", 5 * GIB // 65_536)  # of 65,536 tokens
+    monkeypatch.setattr(engine_memory, "KV_INDEX_BYTES", 5 * GIB // 65_536)  # of 65,536 tokens
     set_fault("does not release")
     with pytest.raises(EngineUnavailable, match=r"at most 8\.0 GiB"):
         engine.release_memory()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from shared import DENSE_7B
 
-from infra.colocation import engine_memory, plans
-from infra.colocation.plans import Machine
+from infra.colocation import engine_memory, plans, trainer_memory
+from infra.colocation.machine import Machine
 from infra.colocation.trainer_memory import Model
 from infra.config import EngineConfig, RunConfig, TrainerConfig
 from infra.engines import check_config, health_checks, open_engine
@@ -93,7 +93,9 @@ def test_weights_that_sglang_would_not_cast_again_are_not_dropped() -> None:
         engine = EngineConfig(quantization=quantization)
         # The trainer fits beside a sleeping engine, not beside one that keeps its weights.
         need = (
-            plans.trainer_peak_bytes(trainer, model) + plans.TRAINING_SLACK_BYTES + plans.residue_bytes("reload", engine, model)
+            trainer_memory.trainer_peak_bytes(trainer, model)
+            + trainer_memory.TRAINING_SLACK_BYTES
+            + engine_memory.residue_bytes("reload", engine, model)
         )
         machine = Machine(is_gpu=True, gpu_bytes=need + GIB, is_split=False, host_bytes=512 * GIB)
         chosen[quantization] = plans.choose(engine, trainer, model, machine)
@@ -105,7 +107,8 @@ def test_a_release_of_fp8_weights_need_not_free_as_much() -> None:
     architecture = parse_architecture(dict(DENSE_7B))
     model = Model(2 * sum(map(prod, base_shapes(architecture).values())), architecture)
     freed = [
-        plans.freed_bytes("offload", EngineConfig(dtype="bfloat16").but(**changes), model, 1000) for changes in ({}, *SINGLY, FP8)
+        engine_memory.freed_bytes("offload", EngineConfig(dtype="bfloat16").but(**changes), model, 1000)
+        for changes in ({}, *SINGLY, FP8)
     ]
     cache = engine_memory.kv_cache_bytes(EngineConfig(dtype="bfloat16"), architecture, 1000)
     weights = freed[0] - cache

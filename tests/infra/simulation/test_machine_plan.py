@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from infra.colocation import plans
+from infra.colocation import trainer_memory
 from infra.config import LoraConfig, RunConfig
 from infra.config.tools.overrides import changed
 from infra.forecast.fit import fitted
@@ -87,7 +87,7 @@ def test_nothing_is_proposed_that_does_not_fit() -> None:
         found = on(4, kind, PlannedStep(), "qwen3-30b-a3b")
         total = GPU_KINDS[kind].memory_bytes / GIB
         assert found
-        assert all(c.trainer_gib + plans.TRAINING_SLACK_BYTES / GIB <= total and c.engine_gib <= total for c in found)
+        assert all(c.trainer_gib + trainer_memory.TRAINING_SLACK_BYTES / GIB <= total and c.engine_gib <= total for c in found)
         assert all(c.scenario.max_running_requests >= 1 for c in found)
 
 
