@@ -60,7 +60,7 @@ def test_after_a_ctrl_c_prefects_lines_are_left_out(capsys: pytest.CaptureFixtur
 
 
 def test_a_text_is_folded_behind_blanks_and_no_word_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr(terminal.console, "_width", 20)
     assert terminal.folded("see docs/results/learning-gpu.md for it", 4).splitlines() == [
         "    see",
         "    docs/results/learning-gpu.md",
