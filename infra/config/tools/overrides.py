@@ -97,13 +97,10 @@ def _yaml(text: str) -> Any:  # Any: as above
             _once([(str(name.value), value) for name, value in node.value if isinstance(name, yaml.ScalarNode)])
             return node
 
-    loader = Loader(text)
     try:
-        return loader.get_single_data()
+        return Loader(text).get_single_data()
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
-    finally:
-        loader.dispose()
 
 
 def flattened(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
