@@ -37,6 +37,22 @@ class Breakage(NamedTuple):
 
 BREAKAGES = (
     Breakage(
+        "6 classes of failure",
+        "a base model's files that are cut short or lack a tensor are found by the trainer, after the rollout",
+        "tasks/support/preflight.py",
+        "    weights.check_base(folder, architecture)\n",
+        "",
+        "tests/infra/models/test_weights.py::test_weights_that_are_cut_short_stop_a_run_before_anything_is_started",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "a config.json with fewer layers than the files have trains a shorter model in silence",
+        "infra/models/weights.py",
+        "if extra := next(",
+        "if extra := not next(",
+        "tests/infra/models/test_weights.py::test_a_tensor_that_does_not_fit_is_named",
+    ),
+    Breakage(
         "1 transaction",
         "samples of a rollout whose inputs key is damaged are made again without being counted",
         "infra/runs/accounting/unused.py",

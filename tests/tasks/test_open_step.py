@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from shared import write_manifest
+from shared import write_manifest, write_zero_weights
 
 from infra.cluster import connection
 from infra.config import ATTENTION, DataConfig, EngineConfig, RewardConfig, RunConfig
@@ -553,6 +553,7 @@ def test_experts_with_adapters_are_not_left_to_a_reload_that_would_pass_over_the
     fields = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
     fields |= {"moe_intermediate_size": 16, "norm_topk_prob": True}
     write_json(folder / "config.json", read_json(folder / "config.json") | fields)
+    write_zero_weights(folder)
     monkeypatch.setattr(nvml, "numbers", lambda: (0,))
     monkeypatch.setattr(devices, "device", lambda: "cuda")
     monkeypatch.setattr(nvml, "read", lambda: nvml.Reading())
@@ -573,11 +574,13 @@ def test_a_width_that_sglang_pads_on_a_cpu_is_refused_with_adapters_on_the_mlp(
     config = config.but(model=str(folder), engine=EngineConfig())
     about = read_json(folder / "config.json")
     write_json(folder / "config.json", about | {"intermediate_size": 48})
+    write_zero_weights(folder)
     assert re.search(r"intermediate_size 48 of model .* is no multiple of 32: .* 'merged'", refusal_of(config))
     on_attention = config.trainer.but(lora=config.trainer.lora.but(target_modules=ATTENTION))
     check(config.but(trainer=on_attention))
     check(config.but(engine=config.engine.but(lora_mode="merged")))
     write_json(folder / "config.json", about | {"intermediate_size": 64})
+    write_zero_weights(folder)
     check(config)
     refusal = refusal_of(config.but(engine=config.engine.but(tensor_parallel=4)))
     assert "no multiple of 128" in refusal
