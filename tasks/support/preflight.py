@@ -73,6 +73,7 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
     base_model.check_supported(folder)
     architecture = read_architecture(folder)  # before the tokenizer, whose library reads config.json too but does not name it
     weights.check_base(folder, architecture)
+    base_model.check_vocabulary(folder, architecture.vocab_size, ends=not config.sampling.ignore_eos)
     plans.check_quantization(config, architecture)
     start_adapter.check(config)
     if config.played is None:

@@ -38,6 +38,30 @@ class Breakage(NamedTuple):
 BREAKAGES = (
     Breakage(
         "6 classes of failure",
+        "a chat template that leaves the question out is trained with in silence",
+        "infra/data/prompts.py",
+        "all(prompt == made[0] for prompt in made)",
+        "False",
+        "tests/tasks/test_open_step.py::test_a_broken_file_of_a_model_is_named_before_a_run_is_begun",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "a model whose answers no token can end is trained in silence",
+        "infra/models/base_model.py",
+        "if ends and not any(",
+        "if False and any(",
+        "tests/tasks/test_open_step.py::test_a_broken_file_of_a_model_is_named_before_a_run_is_begun",
+    ),
+    Breakage(
+        "12 no effect is made twice",
+        "of two tools of one name the last one is called in silence",
+        "infra/environments/tools.py",
+        "if len(known) < len(tools):",
+        "if False:",
+        "tests/infra/environments/test_tools.py::test_two_tools_of_one_name_are_refused",
+    ),
+    Breakage(
+        "6 classes of failure",
         "a base model's files that are cut short or lack a tensor are found by the trainer, after the rollout",
         "tasks/support/preflight.py",
         "    weights.check_base(folder, architecture)\n",

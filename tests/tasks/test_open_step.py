@@ -518,6 +518,23 @@ def test_on_a_cluster_nothing_has_gpus_of_its_own(config: RunConfig, monkeypatch
         ("config.json", {"num_attention_heads": 0}, "config.json: num_attention_heads 0 must be a whole number of 1 or more"),
         ("config.json", {"hidden_act": "gelu"}, "config.json: hidden_act 'gelu' is not supported, only 'silu' is"),
         ("generation_config.json", b"", "generation_config.json cannot be read: it is no JSON (Expecting value"),
+        (
+            "generation_config.json",
+            {"eos_token_id": [[1]]},
+            "eos_token_id [[1]] must be the number of a token, or a list of them",
+        ),
+        ("generation_config.json", {"eos_token_id": 2.5}, "eos_token_id 2.5 must be the number of a token, or a list of them"),
+        (
+            "tokenizer_config.json",
+            {"eos_token": None},
+            "the tokens that end an answer are none: set eos_token in tokenizer_config.json",
+        ),
+        (
+            "tokenizer_config.json",
+            {"eos_token": "<|no|>"},
+            "vocab_size 640, the tokens that end an answer are [640]: set eos_token",
+        ),
+        ("chat_template.jinja", b"hello", "makes one and the same prompt of different questions, such as"),
         ("tokenizer.json", b"{broken", "tokenizer.json cannot be read: it is no JSON (Expecting property name"),
         ("tokenizer.json", b"{}", " cannot be loaded (KeyError: 'added_tokens'): put the model's files tokenizer*.json there"),
     ],
@@ -526,7 +543,8 @@ def test_a_broken_file_of_a_model_is_named_before_a_run_is_begun(
     config: RunConfig, workspace: Path, tmp_path_factory: pytest.TempPathFactory, name: str, content: object, message: str
 ) -> None:
     folder = shutil.copytree(config.model, tmp_path_factory.mktemp("broken") / "model")
-    written = content if isinstance(content, bytes) else json.dumps(read_json(folder / name) | content).encode()
+    before = read_json(folder / name) if (folder / name).exists() and isinstance(content, dict) else {}
+    written = content if isinstance(content, bytes) else json.dumps(before | content).encode()
     (folder / name).write_bytes(written)
     refusal = refusal_of(config.but(model=str(folder)))
     assert message in refusal and str(folder) in refusal and "\n" not in refusal, refusal
