@@ -37,6 +37,14 @@ class Breakage(NamedTuple):
 
 BREAKAGES = (
     Breakage(
+        "1 transaction",
+        "a trained adapter whose canary was damaged before the commit counts as whole, and its step cannot go on",
+        "tasks/train.py",
+        "{ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY} - known.keys()",
+        "{ADAPTER_CONFIG, ADAPTER_WEIGHTS} - known.keys()",
+        "tests/tasks/test_train.py::test_an_adapter_counts_as_made_if_its_inputs_made_it_and_all_of_it_is_there",
+    ),
+    Breakage(
         "6 classes of failure",
         "a chat template that leaves the question out is trained with in silence",
         "infra/data/prompts.py",
