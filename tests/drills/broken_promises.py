@@ -38,6 +38,14 @@ class Breakage(NamedTuple):
 BREAKAGES = (
     Breakage(
         "1 transaction",
+        "a step is committed with files that were damaged between two attempts",
+        "tasks/commit_step.py",
+        "        verified(file)\n",
+        "        pass\n",
+        "tests/flows/test_step.py::test_a_step_whose_files_were_damaged_between_two_attempts_is_not_committed_until_they_are_whole",
+    ),
+    Breakage(
+        "1 transaction",
         "a trained adapter whose canary was damaged before the commit counts as whole, and its step cannot go on",
         "tasks/train.py",
         "{ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY} - known.keys()",
