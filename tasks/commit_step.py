@@ -36,7 +36,7 @@ from infra.runs.manifest import Manifest, Ran, environment, program_changes, rea
 from infra.runs.replay import Origin, origin_of
 from infra.store import check_costs
 from infra.store.check_costs import counted
-from infra.store.files import read_json, sync_folder, write_json
+from infra.store.files import read_json, sync_folder, verified, write_json
 from infra.store.layout import StepFolder, adapter_folder
 from infra.telemetry import memory_usage
 from infra.telemetry.gpu_idle import gpu_idle_of
@@ -284,7 +284,13 @@ def commit_step(
     batch: TrainBatch,
     trained: AdapterVersion,
 ) -> StepReport:
-    """All records of a step -> StepReport. The step is committed when this returns."""
+    """All records of a step -> StepReport. The step is committed when this returns.
+
+    Raises:
+        DigestMismatch: for a file that is not what its record says. Prefect gives back the records of an earlier attempt without a look at it.
+    """
+    for file in (prompts.file, rollouts.file, scored.file, batch.file):
+        verified(file)
     outcome = read_json(StepFolder.of(batch).train.result)
     measures = summed_draws(measures_of(batch.run, batch.step))
     metrics = metrics_of(rollouts, scored, outcome, measures) | times_of(batch, time.time())

@@ -4,7 +4,6 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -17,7 +16,7 @@ from infra.data.prefix_tree import PrefixTree, sort_key
 from infra.failures import TrainingFailed
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY, ENGINE_WEIGHTS, TrainJob, TrainResult
 from infra.megatron.protocol.optimizer_files import MOMENTS, num_steps
-from infra.records import AdapterVersion, TrainBatch
+from infra.records import AdapterVersion, Record, TrainBatch
 from infra.runs import lineage
 from infra.store import code_digest, digests
 from infra.store.files import fresh_folder, path_of, publish_folder, read_note, record_of, write_json
@@ -36,6 +35,25 @@ INPUTS_KEY = "state/made_from.json"
 PROGRAM = "infra.megatron"
 SMALLEST_MICROBATCH_TOKENS = 256
 MISMATCH = "mismatch/mean_abs_logprob_diff"
+
+
+class MadeFrom(Record):
+    """The content of an adapter's INPUTS_KEY."""
+
+    inputs: dict[str, str]
+    sha256: dict[str, str]
+    """Digests of the adapter's files, by their names in its folder."""
+    result: str
+    """Digest of the trainer's report."""
+
+
+def made_from(inputs: dict[str, str], folder: Path, known: dict[str, str], result: Path) -> MadeFrom:
+    """Return what the next attempt knows a trained adapter by.
+
+    known: Digests of its files that were computed while they were written; those of the others are computed here.
+    """
+    others = {name: digests.sha256_of(folder / name) for name in {ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY} - known.keys()}
+    return MadeFrom(inputs=inputs, sha256=known | others, result=digests.sha256_of(result))
 
 
 def inputs_key(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> dict[str, str]:
@@ -59,13 +77,13 @@ def inputs_key(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion
 def committed(adapter: AdapterVersion, inputs: dict[str, str], result: Path) -> AdapterVersion | None:
     """Return the next adapter, if it was already trained from exactly these inputs and the trainer's report is in `result`."""
     folder = adapter_folder(adapter.run, adapter.version + 1)
-    found = read_note(folder / INPUTS_KEY, dict[str, Any])
-    if found is None or found.get("inputs") != inputs:
+    found = read_note(folder / INPUTS_KEY, MadeFrom)
+    if found is None or found.inputs != inputs:
         return None
     whole = {
-        name: (folder / name).is_file() and digests.sha256_of(folder / name) == sha256 for name, sha256 in found["sha256"].items()
+        name: (folder / name).is_file() and digests.sha256_of(folder / name) == sha256 for name, sha256 in found.sha256.items()
     }
-    whole[result.name] = result.is_file() and digests.sha256_of(result) == found.get("result")
+    whole[result.name] = result.is_file() and digests.sha256_of(result) == found.result
     if not all(whole.values()):
         lost = ", ".join(name for name, is_whole in whole.items() if not is_whole)
         log.warning(
@@ -169,11 +187,9 @@ def train(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> 
         refuse_foreign_samples(config, batch, made.metrics)
         for name, digest in made.files.items():
             digests.trust_digest(folder.adapter / name, digest)
-        sha256 = {name: digest.sha256 for name, digest in made.files.items()}
-        for name in {ADAPTER_CONFIG, ADAPTER_WEIGHTS} - sha256.keys():
-            sha256[name] = digests.sha256_of(folder.adapter / name)
-        lineage.check_not_recorded(adapter.run, adapter.version + 1, sha256[ADAPTER_WEIGHTS])
-        result = digests.sha256_of(folder.result)
-        write_json(folder.adapter / INPUTS_KEY, {"inputs": inputs, "sha256": sha256, "result": result})
+        known = {name: digest.sha256 for name, digest in made.files.items()}
+        note = made_from(inputs, folder.adapter, known, folder.result)
+        lineage.check_not_recorded(adapter.run, adapter.version + 1, note.sha256[ADAPTER_WEIGHTS])
+        write_json(folder.adapter / INPUTS_KEY, note.model_dump())
         publish_folder(folder.adapter, adapter_folder(adapter.run, adapter.version + 1), syncs=False)
     return next_version(adapter)

@@ -11,7 +11,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from lanes import is_slow, spread
-from shared import FIRST_PORT, SMALL_QWEN3, prefect_harness
+from shared import FIRST_PORT, SMALL_QWEN3, prefect_harness, write_zero_weights
 
 from infra.settings import settings
 
@@ -48,16 +48,13 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder with the tokenizer of the tiny models, and one tensor in the place of weights."""
-    import numpy as np
-    import safetensors.numpy
-
+    """A Hugging Face folder with the tokenizer of the tiny models, and zeros in the place of weights."""
     from infra.tiny_model.tokenizer import train_tokenizer
 
     folder = tmp_path_factory.mktemp("model")
     train_tokenizer().save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(SMALL_QWEN3))
-    safetensors.numpy.save_file({"lm_head.weight": np.zeros((640, 2), np.float32)}, folder / "model.safetensors")
+    write_zero_weights(folder)
     return folder
 
 

@@ -57,6 +57,17 @@ SMALL_QWEN3 = {
 """config.json of a model with the vocabulary of the tiny ones."""
 
 
+def write_zero_weights(folder: "Path") -> None:
+    """Zeros in the place of the weights that the folder's config.json asks for."""
+    import numpy as np
+    import safetensors.numpy
+
+    from infra.models.architecture import base_shapes, read_architecture
+
+    weights = {name: np.zeros(shape, np.float16) for name, shape in base_shapes(read_architecture(folder)).items()}
+    safetensors.numpy.save_file(weights, folder / "model.safetensors")
+
+
 def becomes(claim: Callable[[], bool], within_s: float = 20) -> bool:
     """Whether the claim holds before the time is over."""
     deadline = time.monotonic() + within_s

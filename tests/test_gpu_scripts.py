@@ -11,9 +11,9 @@ import pytest
 from safetensors.torch import load_file
 from shared import RATCHET, write_interpreter
 
-from infra.megatron.model.base_weights import check_base
 from infra.models import base_model
 from infra.models.architecture import base_shapes, read_architecture
+from infra.models.weights import check_base
 from infra.store.files import read_json
 from infra.tiny_model.architecture import random_model
 from infra.tiny_model.tokenizer import train_tokenizer

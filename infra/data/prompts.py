@@ -23,6 +23,8 @@ NO_RATES: PassRates = {}
 
 NUM_AT_A_TIME = 1024
 """Prompts that are tokenized together; what a tokenizer gives besides the tokens takes room."""
+NUM_COMPARED = 8
+"""Different questions whose prompts must not all be equal."""
 
 
 class Prompt(NamedTuple):
@@ -218,7 +220,9 @@ def long_rows(config: DataConfig, model_folder: Path) -> tuple[int, ...]:
 @cache
 def check_lengths(config: DataConfig, model_folder: Path) -> None:
     """Raises ValueError where config.too_long forbids prompts of more than max_prompt_tokens and the data set has one, whenever it would be
-    drawn: a run that meets it in its hundredth step could not go on, what it is made from may not change."""
+    drawn: a run that meets it in its hundredth step could not go on, what it is made from may not change; and where no question is in its
+    prompt."""
+    _check_questions(config, model_folder)
     if config.too_long == "error" and (long := long_rows(config, model_folder)):
         rows = dataset.rows(config)
         lengths = list(map(len, all_tokenized(config, model_folder, [rows[number] for number in long])))
@@ -226,6 +230,19 @@ def check_lengths(config: DataConfig, model_folder: Path) -> None:
         raise ValueError(
             f"{len(long)} of {len(dataset.part_rows(config))} prompts of {config.source!r} have more tokens than data.max_prompt_tokens "
             f"{config.max_prompt_tokens}, that of row {longest[1]} has {longest[0]}: raise it, or set data.too_long to 'drop' or 'truncate_left'"
+        )
+
+
+def _check_questions(config: DataConfig, model_folder: Path) -> None:
+    """Raises ValueError for a template that leaves out what it should show: the model would answer, and be trained, without a question."""
+    rows = dataset.rows(config)
+    by_text = {rows[number].text: rows[number] for number in dataset.part_rows(config)[:NUM_AT_A_TIME]}
+    asked = list(by_text.values())[:NUM_COMPARED]
+    made = all_tokenized(config, model_folder, asked)
+    if len(asked) > 1 and all(prompt == made[0] for prompt in made):
+        raise ValueError(
+            f"data.template {str(config.template)!r} with model folder {model_folder} makes one and the same prompt of different questions, such "
+            f"as {asked[0].question[:60]!r} and {asked[1].question[:60]!r}: have the template show the messages' content"
         )
 
 

@@ -120,6 +120,10 @@ class Tool:
         """As the field `tools` of OpenAI's requests wants it."""
         properties, required, kinds = {}, [], get_type_hints(self.function)
         for name, parameter in self.signature.parameters.items():
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise ValueError(
+                    f"tool {self.name!r}: parameter {parameter} has no name in a model's call: write it without *, ** and /"
+                )
             kind: Any = kinds.get(name)
             if kind not in TYPES:
                 raise ValueError(
@@ -220,6 +224,8 @@ def tool(function: Callable[..., Any] | None = None, *, idempotent: bool = False
 def answers_of(tools: Sequence[Tool], message: Message) -> list[Message]:
     """Make the tool calls of a model's message; return a message with the result of each. A call that cannot be made has an error as its result."""
     known = {each.name: each for each in tools}
+    if len(known) < len(tools):
+        raise ValueError(f"two tools have one name, of {', '.join(each.name for each in tools)}: rename one")
     return [
         {"role": "tool", "tool_call_id": call["id"], "content": _answer(known, call["function"])}
         for call in message.get("tool_calls") or ()

@@ -12,7 +12,13 @@ from typing import Any
 
 Fields = dict[str, Any]  # Any: JSON
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+"""The trainer goes by the type, the engine by the architecture of each."""
 HARMLESS = frozenset(
     {
         *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "initializer_range", "use_cache"),
@@ -90,8 +96,12 @@ def parse_architecture(fields: Fields) -> Architecture:
         ValueError: for a model type, or a field that changes what is computed, that is not supported; begins with `config.json`.
     """
     kind = fields.get("model_type")
-    if kind not in MODEL_TYPES:
+    if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise ValueError(f"config.json: model_type {kind!r} cannot be trained; known are {', '.join(MODEL_TYPES)}")
+    if (named := fields.get("architectures")) not in (None, [], [MODEL_TYPES[kind]]):
+        raise ValueError(
+            f"config.json: architectures {json.dumps(named)[:80]} does not fit model_type {kind!r}, whose one is {MODEL_TYPES[kind]}"
+        )
     rest = _Rest(fields)
     heads, hidden = rest.take_count("num_attention_heads"), rest.take_count("hidden_size")
     theta, scaling = _rope(rest, kind)
@@ -105,10 +115,10 @@ def parse_architecture(fields: Fields) -> Architecture:
         head_dim=rest.take_count("head_dim", 128 if kind.startswith("qwen3") else hidden // heads),
         vocab_size=rest.take_count("vocab_size"),
         max_positions=fields.get("max_position_embeddings", 32768),
-        norm_eps=rest.take("rms_norm_eps"),
+        norm_eps=_positive("rms_norm_eps", rest.take("rms_norm_eps")),
         rope_theta=theta,
         rope_scaling=scaling,
-        tied=rest.take("tie_word_embeddings", False),
+        tied=rest.take_flag("tie_word_embeddings"),
         qkv_bias=kind == "qwen2",
         qk_norm=kind.startswith("qwen3"),
         experts=_experts(rest) if kind == "qwen3_moe" else None,
@@ -140,6 +150,13 @@ class _Rest:
             raise ValueError(f"config.json: {name} {json.dumps(value)[:80]} must be a whole number of 1 or more")
         return value
 
+    def take_flag(self, name: str) -> bool:
+        """Return the value of a field that is true or false; a missing one is false."""
+        value = self.take(name, False)
+        if type(value) is not bool:
+            raise ValueError(f"config.json: {name} {json.dumps(value)[:80]} must be true or false")
+        return value
+
     def refuse_the_remaining(self) -> None:
         for name, value in sorted(self.fields.items()):
             if value in (None, False, [], {}) or name in HARMLESS or name.startswith("_") or name.endswith("_token_id"):
@@ -152,7 +169,10 @@ class _Rest:
 
 def _rope(rest: _Rest, kind: str) -> tuple[float, Llama3Rope | None]:
     """transformers 5 writes rope_parameters, older ones rope_theta and rope_scaling."""
-    new, old = rest.fields.pop("rope_parameters", None) or {}, rest.fields.pop("rope_scaling", None) or {}
+    new, old = (rest.fields.pop(name, None) or {} for name in ("rope_parameters", "rope_scaling"))
+    for name, fields in (("rope_parameters", new), ("rope_scaling", old)):
+        if not isinstance(fields, dict):
+            raise ValueError(f"config.json: {name} {json.dumps(fields)[:80]} must be an object of names and values")
     found = [_rope_scaling(name, fields) for name, fields in (("rope_parameters", new), ("rope_scaling", old)) if fields]
     if len(set(found)) > 1:
         raise ValueError(f"config.json: rope_parameters and rope_scaling differ: {found[0]} and {found[1]}")
@@ -161,7 +181,7 @@ def _rope(rest: _Rest, kind: str) -> tuple[float, Llama3Rope | None]:
     theta = new.get("rope_theta", theta if theta is not None else (10000.0 if kind == "llama" else None))
     if theta is None:
         raise ValueError("config.json: neither rope_parameters.rope_theta nor rope_theta is there")
-    return float(theta), found[0] if found else None
+    return _positive("rope_theta", theta), found[0] if found else None
 
 
 def _rope_scaling(name: str, parameters: Fields) -> Llama3Rope | None:
@@ -175,7 +195,15 @@ def _rope_scaling(name: str, parameters: Fields) -> Llama3Rope | None:
         )
     if missing := sorted(known - values.keys()):
         raise ValueError(f"config.json: {name} of rope_type 'llama3' does not say {', '.join(missing)}")
+    for key, value in values.items():
+        _positive(f"{name}.{key}", value)
     return Llama3Rope(**values) if known else None
+
+
+def _positive(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {name} {json.dumps(value)[:80]} must be a number above 0")
+    return float(value)
 
 
 def _experts(rest: _Rest) -> Experts:
@@ -191,7 +219,7 @@ def _experts(rest: _Rest) -> Experts:
         count=counts.pop(),
         per_token=rest.take_count("num_experts_per_tok"),
         ffn_size=rest.take_count("moe_intermediate_size"),
-        renormalise=rest.take("norm_topk_prob", False),
+        renormalise=rest.take_flag("norm_topk_prob"),
     )
 
 
@@ -199,7 +227,8 @@ def _check_attention_spans(rest: _Rest) -> None:
     """Every layer must see the whole sequence; a window that is configured but switched off is fine."""
     window = rest.fields.pop("sliding_window", None)
     in_use = rest.fields.pop("use_sliding_window", window is not None)
-    spans = set(rest.fields.pop("layer_types", None) or ["full_attention"])
+    types = rest.fields.pop("layer_types", None) or ["full_attention"]
+    spans = set(map(str, types if isinstance(types, list) else [types]))
     if (window is not None and in_use) or spans != {"full_attention"}:
         raise ValueError(
             f"config.json: sliding_window {window} with use_sliding_window {in_use} and layer_types {sorted(spans)}: "

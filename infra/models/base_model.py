@@ -250,9 +250,29 @@ def texts_of(folder: Path, outputs: Sequence[Tokens]) -> list[str]:
 
 
 def stop_token_ids(folder: Path) -> list[int]:
-    """Ids that end a completion: of the tokenizer and of generation_config.json."""
+    """Ids that end a completion: of the tokenizer and of generation_config.json. Raises ValueError for one that is no number of a token."""
     ids = {tokenizer(folder).eos_token_id}
-    if (folder / "generation_config.json").exists():
-        found = _object_in(folder / "generation_config.json").get("eos_token_id")
-        ids.update(found if isinstance(found, list) else [found])
+    if (path := folder / "generation_config.json").exists():
+        found = _object_in(path).get("eos_token_id")
+        named = found if isinstance(found, list) else [found]
+        if any(token is not None and (type(token) is not int or token < 0) for token in named):
+            raise ValueError(f"{path}: eos_token_id {found!r} must be the number of a token, or a list of them")
+        ids.update(named)
     return sorted(int(token) for token in ids if token is not None)
+
+
+def check_vocabulary(folder: Path, vocab_size: int, *, ends: bool) -> None:
+    """Raises ValueError where the tokenizer has tokens that the model has not, or no token of the model ends an answer.
+
+    vocab_size: Of config.json.
+    ends: Whether answers end by a token at all.
+    """
+    asked, said = tokenizer(folder), f"config.json of model folder {folder} has vocab_size {vocab_size}"
+    if asked.is_fast and (num := asked.backend_tokenizer.get_vocab_size(with_added_tokens=False)) > vocab_size:
+        raise ValueError(f"{said}, its tokenizer makes {num} tokens: put the tokenizer of this model there")
+    ids = stop_token_ids(folder)
+    if ends and not any(token < vocab_size for token in ids):
+        raise ValueError(
+            f"{said}, the tokens that end an answer are {ids or 'none'}: set eos_token in tokenizer_config.json, or eos_token_id in "
+            "generation_config.json, or no answer ends before sampling.max_output_tokens"
+        )

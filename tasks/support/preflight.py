@@ -19,7 +19,7 @@ from infra.gateway.rendering.admission import renderer_of
 from infra.machine import devices, nvml
 from infra.mirror import copying
 from infra.mirror.ownership import check_is_ours
-from infra.models import base_model
+from infra.models import base_model, weights
 from infra.models.architecture import Architecture, layout_problem, read_architecture, serving_problem
 from infra.rewards.judges.ledger import set_aside_payments
 from infra.runs import lineage, start_adapter
@@ -72,6 +72,8 @@ def check(config: RunConfig, tasks: Container[str] = TASKS) -> None:
         folder = base_model.locate(config.model)
     base_model.check_supported(folder)
     architecture = read_architecture(folder)  # before the tokenizer, whose library reads config.json too but does not name it
+    weights.check_base(folder, architecture)
+    base_model.check_vocabulary(folder, architecture.vocab_size, ends=not config.sampling.ignore_eos)
     plans.check_quantization(config, architecture)
     start_adapter.check(config)
     if config.played is None:

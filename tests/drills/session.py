@@ -22,7 +22,7 @@ import strike
 import tool_cells
 from judge_server import Reply
 from matrix import ALL_REAL, SAME_DIGEST, Variant
-from shared import SMALL_QWEN3, write_interpreter
+from shared import SMALL_QWEN3, write_interpreter, write_zero_weights
 
 from infra.config import EnvironmentConfig, RewardConfig, RunConfig
 
@@ -392,16 +392,13 @@ def _end_servers() -> None:
 
 
 def _make_model(folder: Path) -> None:
-    import numpy as np
-    import safetensors.numpy
-
     from infra.tiny_model.tokenizer import train_tokenizer
 
     if not (folder / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         train_tokenizer().save_pretrained(folder)
-        safetensors.numpy.save_file({"lm_head.weight": np.zeros((640, 2), np.float32)}, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(SMALL_QWEN3))
+        write_zero_weights(folder)
 
 
 def _make_real_model(folder: Path, kind: Literal["tiny", "tiny-moe"]) -> None:

@@ -22,7 +22,7 @@ from infra.failures import TrainingFailed
 from infra.models import base_model
 from infra.records import StepReport
 from infra.settings import settings
-from infra.store.files import read_json
+from infra.store.files import DigestMismatch, read_json
 from infra.store.layout import adapter_folder, run_folder
 from infra.store.samples import Sample
 
@@ -67,6 +67,26 @@ def test_a_step_that_failed_in_training_goes_on_there_and_the_next_one_follows(c
     assert made_at(SAMPLED, SCORED) == before, "sampled or scored again"
     second = run(config).result()
     assert (second.step, second.adapter.version) == (1, 2)
+
+
+def test_a_step_whose_files_were_damaged_between_two_attempts_is_not_committed_until_they_are_whole(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object) -> None:
+        raise RuntimeError("stopped before the commit")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["flows.step"], "commit_step", stopped)
+        assert "stopped before the commit" in (run(config).message or "")
+    for name in ("steps/000000/prompts.jsonl", SAMPLED, SCORED, "steps/000000/batch.safetensors"):
+        path = run_folder("r") / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(DigestMismatch, match=f"{path} has changed since it was written"):
+            run(config).result()
+        assert not (run_folder("r") / "steps/000000/manifest.json").exists()
+        path.write_bytes(whole)
+    assert run(config).result().adapter.version == 1
 
 
 def test_a_step_is_checked_once_and_its_colocation_resolved_once(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

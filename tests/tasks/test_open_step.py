@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from shared import write_manifest
+from shared import write_manifest, write_zero_weights
 
 from infra.cluster import connection
 from infra.config import ATTENTION, DataConfig, EngineConfig, RewardConfig, RunConfig
@@ -518,6 +518,23 @@ def test_on_a_cluster_nothing_has_gpus_of_its_own(config: RunConfig, monkeypatch
         ("config.json", {"num_attention_heads": 0}, "config.json: num_attention_heads 0 must be a whole number of 1 or more"),
         ("config.json", {"hidden_act": "gelu"}, "config.json: hidden_act 'gelu' is not supported, only 'silu' is"),
         ("generation_config.json", b"", "generation_config.json cannot be read: it is no JSON (Expecting value"),
+        (
+            "generation_config.json",
+            {"eos_token_id": [[1]]},
+            "eos_token_id [[1]] must be the number of a token, or a list of them",
+        ),
+        ("generation_config.json", {"eos_token_id": 2.5}, "eos_token_id 2.5 must be the number of a token, or a list of them"),
+        (
+            "tokenizer_config.json",
+            {"eos_token": None},
+            "the tokens that end an answer are none: set eos_token in tokenizer_config.json",
+        ),
+        (
+            "tokenizer_config.json",
+            {"eos_token": "<|no|>"},
+            "vocab_size 640, the tokens that end an answer are [640]: set eos_token",
+        ),
+        ("chat_template.jinja", b"hello", "makes one and the same prompt of different questions, such as"),
         ("tokenizer.json", b"{broken", "tokenizer.json cannot be read: it is no JSON (Expecting property name"),
         ("tokenizer.json", b"{}", " cannot be loaded (KeyError: 'added_tokens'): put the model's files tokenizer*.json there"),
     ],
@@ -526,7 +543,8 @@ def test_a_broken_file_of_a_model_is_named_before_a_run_is_begun(
     config: RunConfig, workspace: Path, tmp_path_factory: pytest.TempPathFactory, name: str, content: object, message: str
 ) -> None:
     folder = shutil.copytree(config.model, tmp_path_factory.mktemp("broken") / "model")
-    written = content if isinstance(content, bytes) else json.dumps(read_json(folder / name) | content).encode()
+    before = read_json(folder / name) if (folder / name).exists() and isinstance(content, dict) else {}
+    written = content if isinstance(content, bytes) else json.dumps(before | content).encode()
     (folder / name).write_bytes(written)
     refusal = refusal_of(config.but(model=str(folder)))
     assert message in refusal and str(folder) in refusal and "\n" not in refusal, refusal
@@ -553,6 +571,7 @@ def test_experts_with_adapters_are_not_left_to_a_reload_that_would_pass_over_the
     fields = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
     fields |= {"moe_intermediate_size": 16, "norm_topk_prob": True}
     write_json(folder / "config.json", read_json(folder / "config.json") | fields)
+    write_zero_weights(folder)
     monkeypatch.setattr(nvml, "numbers", lambda: (0,))
     monkeypatch.setattr(devices, "device", lambda: "cuda")
     monkeypatch.setattr(nvml, "read", lambda: nvml.Reading())
@@ -573,11 +592,13 @@ def test_a_width_that_sglang_pads_on_a_cpu_is_refused_with_adapters_on_the_mlp(
     config = config.but(model=str(folder), engine=EngineConfig())
     about = read_json(folder / "config.json")
     write_json(folder / "config.json", about | {"intermediate_size": 48})
+    write_zero_weights(folder)
     assert re.search(r"intermediate_size 48 of model .* is no multiple of 32: .* 'merged'", refusal_of(config))
     on_attention = config.trainer.but(lora=config.trainer.lora.but(target_modules=ATTENTION))
     check(config.but(trainer=on_attention))
     check(config.but(engine=config.engine.but(lora_mode="merged")))
     write_json(folder / "config.json", about | {"intermediate_size": 64})
+    write_zero_weights(folder)
     check(config)
     refusal = refusal_of(config.but(engine=config.engine.but(tensor_parallel=4)))
     assert "no multiple of 128" in refusal

@@ -25,6 +25,7 @@ from tasks.train import (
     MISMATCH,
     committed,
     inputs_key,
+    made_from,
     next_version,
     refuse_foreign_samples,
     smaller_microbatch,
@@ -189,11 +190,12 @@ def test_an_adapter_counts_as_made_if_its_inputs_made_it_and_all_of_it_is_there(
 ) -> None:
     made = a_next_version(workspace, exp_avg="12", exp_avg_sq="12")
     folder, before = adapter_folder("run", 3), made.model_copy(update={"version": 2})
-    names, inputs = [ADAPTER_WEIGHTS, ADAPTER_CONFIG, *MOMENTS.values()], {"seed": "0"}
+    names, inputs = [ADAPTER_WEIGHTS, ADAPTER_CONFIG, CANARY, *MOMENTS.values()], {"seed": "0"}
     result = write(workspace / "result.json", b"what the trainer said")
     write_json(folder / INPUTS_KEY, inputs)  # as an earlier version of Ratchet did
     assert committed(before, inputs, result) is None
-    write_json(folder / INPUTS_KEY, note_of(inputs, folder, names, result))
+    caplog.clear()
+    write_json(folder / INPUTS_KEY, made_from(inputs, folder, moments_of(folder), result).model_dump())
     assert committed(before, inputs, result) == made
     assert committed(before, {"seed": "1"}, result) is None and not caplog.records
     for name in names:
@@ -215,8 +217,21 @@ def test_an_adapter_counts_as_made_if_its_inputs_made_it_and_all_of_it_is_there(
     assert committed(before, inputs, result) == made
 
 
-def note_of(inputs: dict[str, str], folder: Path, names: list[str], result: Path) -> dict[str, object]:
-    return {"inputs": inputs, "sha256": {name: sha256_of(folder / name) for name in names}, "result": sha256_of(result)}
+def moments_of(folder: Path) -> dict[str, str]:
+    return {name: sha256_of(folder / name) for name in MOMENTS.values()}
+
+
+@pytest.mark.parametrize("change", [{"sha256": ["x"]}, {"sha256": {ADAPTER_WEIGHTS: 5}}, {"result": None}])
+def test_a_note_of_another_form_is_set_aside_and_the_adapter_trained_again(
+    workspace: Path, caplog: pytest.LogCaptureFixture, change: dict[str, object]
+) -> None:
+    made = a_next_version(workspace, exp_avg="12", exp_avg_sq="12")
+    folder, before = adapter_folder("run", 3), made.model_copy(update={"version": 2})
+    result = write(workspace / "result.json", b"what the trainer said")
+    note = made_from({"seed": "0"}, folder, moments_of(folder), result).model_dump()
+    write_json(folder / INPUTS_KEY, note | change)
+    assert committed(before, {"seed": "0"}, result) is None
+    assert "made_from.json is set aside" in caplog.text
 
 
 STATES = [tuple(MOMENTS.values()), ("state/optimizer.safetensors",)]

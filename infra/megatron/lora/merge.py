@@ -16,9 +16,10 @@ from torch import Tensor
 
 from infra.config import LoraConfig
 from infra.megatron.lora.peft_files import PEFT_PREFIX, adapter_shapes, check_tensors
-from infra.megatron.model.base_weights import Checkpoint, check_base
+from infra.megatron.model.base_weights import Checkpoint
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from infra.models.architecture import Architecture, read_architecture
+from infra.models.weights import check_base
 from infra.store.files import read_json
 
 ONLY_CHANGED = "--only-changed"

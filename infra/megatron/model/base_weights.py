@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from infra.models.architecture import Architecture, base_shapes
+from infra.models.architecture import Architecture
 
 if TYPE_CHECKING:  # megatron-core takes seconds to import, and checks of the input need none of it
     from infra.megatron.model.parallel import ParallelContext
@@ -45,16 +45,6 @@ class Checkpoint:
 
     def __getitem__(self, name: str) -> Any:  # Any: safetensors' slices have no types
         return self.files[name].get_slice(name)
-
-
-def check_base(folder: Path, a: Architecture) -> None:
-    """Raises ValueError if a tensor of the base model is missing, or its shape does not fit config.json."""
-    with Checkpoint(folder) as checkpoint:
-        for name, shape in base_shapes(a).items():
-            if name not in checkpoint.files:
-                raise ValueError(f"the base model in {folder} has no tensor {name}")
-            if (found := tuple(checkpoint[name].get_shape())) != shape:
-                raise ValueError(f"the base model's tensor {name} has shape {found}, by its config.json it should be {shape}")
 
 
 @torch.no_grad()

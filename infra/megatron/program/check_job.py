@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from infra.data import advantages
 from infra.megatron.lora.peft_files import check_adapter
 from infra.megatron.loss.batch import Batch, check_tokens, read_batch
-from infra.megatron.model.base_weights import check_base
 from infra.megatron.protocol.job import TrainJob
 from infra.models.architecture import Architecture, layout_problem, read_architecture
+from infra.models.weights import check_base
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,26 @@ def test_a_parameter_without_a_known_type_is_refused_by_name() -> None:
         Tool(f).schema  # noqa: B018  # it is computed
 
 
+def test_a_parameter_that_a_call_cannot_name_is_refused() -> None:
+    def many(*words: str) -> str:
+        return "".join(words)
+
+    def more(**words: str) -> str:
+        return "".join(words)
+
+    def first(word: str, /) -> str:
+        return word
+
+    for function in (many, more, first):
+        with pytest.raises(ValueError, match=rf"^tool '{function.__name__}': parameter .* has no name in a model's call"):
+            Tool(function).schema  # noqa: B018  # it is computed
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^two tools have one name, of search, search: rename one"):
+        answers_of([search, Tool(search.function)], {"role": "assistant"})
+
+
 def test_types_that_are_written_as_text_are_read() -> None:
     """As with `from __future__ import annotations`."""
 

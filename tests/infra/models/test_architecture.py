@@ -101,6 +101,15 @@ def test_early_llama_means_ten_thousand() -> None:
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0 is not known"),
         ({"hidden_size": None}, "hidden_size is missing"),
+        ({"rms_norm_eps": "1e-6"}, 'rms_norm_eps "1e-6" must be a number above 0'),
+        ({"rms_norm_eps": -1}, "rms_norm_eps -1 must be a number above 0"),
+        ({"rope_theta": "big"}, 'rope_theta "big" must be a number above 0'),
+        ({"rope_scaling": LLAMA3 | {"factor": 0}}, "rope_scaling.factor 0 must be a number above 0"),
+        ({"rope_parameters": [1]}, "rope_parameters [1] must be an object"),
+        ({"layer_types": [["x"]]}, "only full attention is supported"),
+        ({"tie_word_embeddings": "false"}, 'tie_word_embeddings "false" must be true or false'),
+        ({"model_type": ["qwen3"]}, "model_type ['qwen3'] cannot be trained"),
+        ({"architectures": ["LlamaForCausalLM"]}, "does not fit model_type 'qwen3', whose one is Qwen3ForCausalLM"),
     ],
 )
 def test_what_would_change_numbers_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
