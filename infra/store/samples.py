@@ -186,11 +186,18 @@ def _table_of(samples: Sequence[Sample]) -> pa.Table:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Read the samples of a file, in its order. Columns that it lacks are at their defaults."""
-    with path.open("rb") as file:  # once: another process may replace it
-        names = set(pq.read_schema(file).names)
-        more = [each for each in (*OF_PARTIAL_ROLLOUTS, *OF_UNJUDGED, *OF_TRAJECTORIES, *OF_ROUTES) if each[0] in names]
-        table = pq.read_table(file, schema=pa.schema([*SCHEMA, *more]))
+    """Read the samples of a file, in its order. Columns that it lacks are at their defaults.
+
+    Raises:
+        ValueError: for a damaged file; names it.
+    """
+    try:
+        with path.open("rb") as file:  # once: another process may replace it
+            names = set(pq.read_schema(file).names)
+            more = [each for each in (*OF_PARTIAL_ROLLOUTS, *OF_UNJUDGED, *OF_TRAJECTORIES, *OF_ROUTES) if each[0] in names]
+            table = pq.read_table(file, schema=pa.schema([*SCHEMA, *more]))
+    except pa.ArrowException as error:
+        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     # Arrays that are slices of one large array.
     columns = {
         name: list(table[name].to_numpy()) if name in OF_NUMBERS else table[name].to_pylist() for name in table.column_names

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from infra.concurrency.background import in_background
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
@@ -16,7 +18,7 @@ from infra.engines.sampling import VERSIONS, begun_by, inputs_key, partial_of, s
 from infra.records import AdapterSwitch, AdapterVersion, CarriedOver, EngineRan, File, PromptBatch
 from infra.runs.accounting.unused import note_lost, note_replaced
 from infra.runs.bad_answers import save_bad_answer
-from infra.store.files import read_json, read_json_lines, read_note, record_of, verified, write_json
+from infra.store.files import read_json_lines, read_note, read_record, record_of, verified, write_json
 from infra.store.layout import StepFolder
 from infra.store.samples import Sample, episodes_of, num_retracted, read_samples, write_samples
 from infra.telemetry import memory_usage
@@ -52,8 +54,13 @@ def finished_with_switch(folder: Path, inputs: dict[str, str], switch: AdapterSw
 
 
 def engine_ran(folder: Path) -> EngineRan:
-    """Return the engine that made the samples of a finished rollout, as recorded when they were made."""
-    return EngineRan.model_validate(read_json(StepFolder(folder).samples_inputs)[ENGINE])
+    """Return the engine that made the samples of a finished rollout, as recorded when they were made. Raises ValueError for a damaged record."""
+    path = StepFolder(folder).samples_inputs
+    cure = "drop the step with `ratchet drop`, and it is sampled again"
+    try:
+        return EngineRan.model_validate(read_record(path, dict[str, Any], cure=cure)[ENGINE])
+    except (KeyError, ValidationError) as error:
+        raise ValueError(f"{path} does not say which engine sampled; {cure}") from error
 
 
 def counts_of(samples: Sequence[Sample], *, of_episodes: bool) -> dict[str, int]:

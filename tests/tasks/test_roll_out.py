@@ -201,6 +201,17 @@ def test_a_rollout_that_one_version_began_is_not_ended_by_another(
     assert engine_ran(step_folder(prompts)).versions == {"scripted": "2"}
 
 
+@pytest.mark.parametrize("damaged", ['{"inputs": ', "{}", '{"engine": {}}', "[1]"])
+def test_a_damaged_record_of_the_engine_is_one_line_with_a_cure(
+    prompts: PromptBatch, adapter: AdapterVersion, damaged: str
+) -> None:
+    sampled(prompts, adapter)
+    StepFolder(step_folder(prompts)).samples_inputs.write_text(damaged)
+    with pytest.raises(ValueError, match=r"samples\.inputs_key\.json .*; drop the step with `ratchet drop`") as caught:
+        engine_ran(step_folder(prompts))
+    assert "\n" not in str(caught.value)
+
+
 def test_an_engine_that_is_of_another_version_than_its_interpreter_was_a_moment_ago_samples_nothing(
     prompts: PromptBatch, adapter: AdapterVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,5 @@
 import random
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,14 @@ def test_samples_come_back_as_they_were(tmp_path: Path) -> None:
     path = write_samples(tmp_path / "samples.parquet", samples)
     assert path == tmp_path / "samples.parquet"
     assert read_samples(path) == samples
+
+
+def test_a_damaged_file_is_named_in_one_line(tmp_path: Path) -> None:
+    path = write_samples(tmp_path / "samples.parquet", [SAMPLED])
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))} cannot be read: ") as caught:
+        read_samples(path)
+    assert "\n" not in str(caught.value)
 
 
 def test_routes_come_back_to_the_bit_and_files_without_them_have_no_such_column(tmp_path: Path) -> None:
