@@ -159,7 +159,7 @@ def _trained_once(running: "Running", problems: list[str]) -> None:
 
 
 def num_sampled_again(cell: Path, struck_at: float | None, settled_at: float | None) -> int:
-    """Count the samples that the engine's twin delivered before the strike and was asked for again after it.
+    """Count the samples that were on disk when a process was killed, and that the engine was asked for again afterwards.
 
     settled_at: The latest time at which the journal held all answers; see Running.settled_at. Answers between then and the strike do not count:
     on a busy machine the process may be killed before it has written them.

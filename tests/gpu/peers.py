@@ -307,7 +307,7 @@ def watched(
 ) -> dict[str, Any]:
     """Run a program to its end, with a mark for each step that it finishes, and what the watcher saw between the counted marks.
 
-    limit_s: After so many seconds the program and all that it has started are ended; the steps that it has made by then count.
+    limit_s: Seconds after which the program and its descendants are killed. The steps that it had finished are counted.
 
     Errors: Failed, if the program fails or finishes too few steps.
     """

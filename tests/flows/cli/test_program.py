@@ -40,7 +40,9 @@ def test_every_command_has_help_with_three_or_four_examples(name: str, option: s
     text = capsys.readouterr().out
     about, examples = page_of(COMMANDS[name][1])
     assert about.splitlines()[0] in text and "Exit codes: 0 success" in text
-    assert "--empty-" not in text and "--no-" not in text, "no option that nobody needs stands beside another"
+    assert "--empty-" not in text and "--no-" not in text, (
+        "cyclopts adds an --empty-NAME or --no-NAME to an option unless told not to"
+    )
     assert 3 <= len(examples.splitlines()) <= 4
     for line in examples.splitlines():
         assert f"ratchet {name}" in line and line in text
