@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -273,42 +274,53 @@ def train(new_job: NewJob) -> NewJob:
 
     def run(*args: Any, **kwargs: Any) -> Run:
         made = new_job(*args, **kwargs)
-        assert main([str(made.path)]) == 0
+        with mock.patch.dict(os.environ):
+            assert main([str(made.path)]) == 0
         return made
 
     return run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(autouse=True)
+def _environment_as_before() -> Iterator[None]:
+    """Megatron sets NVTE_ variables when it makes a model, and those count as versions of a program that is started later."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
+@pytest.fixture
 def child_environment() -> dict[str, str]:
+    return _child_environment()
+
+
+def _child_environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture(scope="session")
-def train_on_two(child_environment: dict[str, str]) -> Callable[[list[Run | tuple[Run, ...]]], None]:
+def train_on_two() -> Callable[[list[Run | tuple[Run, ...]]], None]:
     """Run jobs of two processes, one after the other, on the same two ranks; those of a tuple as in a resident program."""
-    return lambda runs: _train_on(2, runs, child_environment)
+    return lambda runs: _train_on(2, runs)
 
 
 @pytest.fixture(scope="session")
-def train_on_two_unequal(child_environment: dict[str, str]) -> Callable[[list[Run | tuple[Run, ...]]], None]:
+def train_on_two_unequal() -> Callable[[list[Run | tuple[Run, ...]]], None]:
     """The same, by ranks that differ after each step in what both hold."""
-    return lambda runs: _train_on(2, runs, child_environment, "unequal_ranks.py")
+    return lambda runs: _train_on(2, runs, "unequal_ranks.py")
 
 
 @pytest.fixture(scope="session")
-def train_on_four(child_environment: dict[str, str]) -> Callable[[list[Run | tuple[Run, ...]]], None]:
-    return lambda runs: _train_on(4, runs, child_environment)
+def train_on_four() -> Callable[[list[Run | tuple[Run, ...]]], None]:
+    return lambda runs: _train_on(4, runs)
 
 
-def _train_on(
-    num_ranks: int, runs: list[Run | tuple[Run, ...]], environment: dict[str, str], script: str = "run_jobs.py"
-) -> None:
+def _train_on(num_ranks: int, runs: list[Run | tuple[Run, ...]], script: str = "run_jobs.py") -> None:
     paths = [",".join(str(each.path) for each in (made if isinstance(made, tuple) else (made,))) for made in runs]
     jobs = [f"{port}:{path}" for port, path in zip(_free_ports(len(runs)), paths, strict=True)]
     command = [sys.executable, str(Path(__file__).with_name(script))]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(num_ranks), *jobs], env=environment, cwd=ROOT) for rank in range(num_ranks)
+        subprocess.Popen([*command, str(rank), str(num_ranks), *jobs], env=_child_environment(), cwd=ROOT)
+        for rank in range(num_ranks)
     ]
     try:
         assert [rank.wait(timeout=240) for rank in ranks] == [0] * num_ranks
