@@ -79,6 +79,8 @@ if is_for_cpu(sys.argv):
     # Both also in every process that the server spawns.
     load("sglang_cpu")
     load("sglang_attention_patch").mend()
+elif __name__ == "__main__":
+    load("sglang_compile_ahead").start(sys.argv[1:])
 if __name__ in ("__main__", "__mp_main__"):
     patch_after_import = load("after_import").patch_after_import
     patch_after_import("sglang.srt.lora.mem_pool", lambda module: load("sglang_lora_patch").mend(module))
