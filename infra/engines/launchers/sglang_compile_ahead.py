@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,9 +44,10 @@ def start(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> subpr
     except OSError:
         return None
     # Without a GPU, of which it would take memory while SGLang measures what is free.
-    return subprocess.Popen(
-        [sys.executable, __file__, *argv], env={**environ, "CUDA_VISIBLE_DEVICES": ""}, stderr=subprocess.DEVNULL
-    )
+    alone = {**environ, "CUDA_VISIBLE_DEVICES": ""}
+    program = subprocess.Popen([sys.executable, __file__, *argv], env=alone, stderr=subprocess.DEVNULL)
+    threading.Thread(target=program.wait, daemon=True).start()  # or it would stay a zombie as long as the server lives
+    return program
 
 
 def kernels(config: Mapping[str, Any], flags: Mapping[str, str], dtypes: Any) -> list[Kernel]:
