@@ -26,6 +26,7 @@ BROKEN = {
         "trainer.num_minibatches=3",
     ],
     "overlong_penalty_is_within_reach": ["batch.overlong.max_output_tokens=65"],
+    "correction_fields_have_an_effect": ["trainer.loss.correction.cap=3"],
     "oversampling_is_not_deterministic": ["data.num_oversampled_prompts=1"],
     "partial_rollouts_need_oversampling": ["engine.deterministic=false", "data.partial_rollouts=true", DECOUPLED],
     "partial_rollouts_need_a_correction": PARTIAL,
