@@ -117,7 +117,7 @@ def assemble(config: BatchConfig, scored: ScoredRollouts) -> TrainBatch:
         log.warning(
             "%d groups of step %d have fewer than two judged samples and teach nothing", scored.num_unjudged_groups, scored.step
         )
-    if not scored.num_trainable_groups and config.advantage_level == "episode":
+    if not tensors["advantages"].any():
         log.warning("every group of step %d has equal rewards: this step teaches nothing", scored.step)
     return TrainBatch(
         run=scored.run,

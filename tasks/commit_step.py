@@ -66,7 +66,10 @@ def metrics_of(
     return {
         "reward/mean": scored.mean_reward,
         "reward/std": scored.std_reward,
-        "reward/frac_zero_std_groups": 1 - scored.num_trainable_groups / scored.num_prompts,
+        # A group of one has nothing to differ from, and needs nothing.
+        **(
+            {"reward/frac_zero_std_groups": 1 - scored.num_trainable_groups / scored.num_prompts} if scored.group_size > 1 else {}
+        ),
         **_unjudged_metrics(scored),
         **{f"{PARTS}{part}/mean": value for part, value in scored.part_means.items()},
         **{f"{PARTS}{part}/std": value for part, value in scored.part_stds.items()},

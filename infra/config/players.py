@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from infra.config.sections.data import DataConfig
 from infra.config.sections.environments.taskset import SOURCE
 from infra.config.sections.evaluation import place_of
+from infra.config.sections.rewards.reward import RewardConfig
 from infra.config.sections.sampling import HOW_EPISODES_RUN, EnvironmentConfig
 
 if TYPE_CHECKING:  # RunConfig's own module imports the rules
@@ -57,11 +58,27 @@ def environment_fields_have_an_effect(config: "RunConfig") -> None:
     for place, environment in [("", config.environment), *sets]:
         check_fields(environment, _players(environment), place)
     if config.environment.label:
+        _check_reward(config)
         _check_prompts(config.environment.label, {name: getattr(config.data, name) for name in OF_PROMPTS}, "")
     played = {name: each.environment for name, each in config.eval_configs.items()}
     for asked in config.evaluation.asked:
         if (player := played.get(asked.name)) is not None:
             _check_prompts(player.label, asked.data, place_of(asked.name))
+
+
+def _check_reward(config: "RunConfig") -> None:
+    """Raises ValueError for a reward that scores nothing: an environment gives the rewards, and evaluations have it, or rewards of their own."""
+    sets = [each for each in config.eval_configs.values() if each.environment is None and not each.inspect]
+    if any(each.reward.called == config.reward.called for each in sets):
+        return
+    for field in ("name", "functions"):
+        default = RewardConfig.model_fields[field].default
+        if (value := getattr(config.reward, field)) != default:
+            shown = value if isinstance(value, str) else [function.name for function in value]
+            raise ValueError(
+                f"reward.{field} {_written(shown)} has no effect with {config.environment.label!r}: an environment gives the rewards; leave it at "
+                f"its default, {_written(default)}"
+            )
 
 
 def _check_prompts(label: str, data: Mapping[str, Any], place: str) -> None:

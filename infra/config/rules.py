@@ -25,11 +25,11 @@ def groups_can_be_compared(config: "RunConfig") -> None:
 
 
 def zero_std_groups_need_two_samples(config: "RunConfig") -> None:
-    size = config.sampling.group_size
-    if size < 2 and config.batch.drop_zero_std_groups:
-        raise ValueError(
-            f"sampling.group_size {size} with batch.drop_zero_std_groups: a group of one is always flat, take 2 or more"
-        )
+    size, max_draws = config.sampling.group_size, config.data.max_draws
+    drops = {"batch.drop_zero_std_groups": config.batch.drop_zero_std_groups, f"data.max_draws {max_draws}": max_draws > 1}
+    for field, is_set in drops.items():
+        if size < 2 and is_set:
+            raise ValueError(f"sampling.group_size {size} with {field}: a group of one is always flat, take 2 or more")
 
 
 def enough_prompts_are_drawn(config: "RunConfig") -> None:
@@ -53,11 +53,27 @@ def minibatches_have_groups_of_the_batch(config: "RunConfig") -> None:
 
 
 def overlong_penalty_is_within_reach(config: "RunConfig") -> None:
-    longest, sampled = config.batch.overlong.max_output_tokens, config.sampling.max_output_tokens
-    if longest is not None and longest > sampled:
+    longest, sampled, turns = (
+        config.batch.overlong.max_output_tokens,
+        config.sampling.max_output_tokens,
+        config.environment.max_turns,
+    )
+    times = f" x environment.max_turns {turns}" if config.environment.label else ""
+    if longest is not None and longest > sampled * (turns if times else 1):
         raise ValueError(
-            f"batch.overlong.max_output_tokens {longest} is above sampling.max_output_tokens {sampled}: no sample is that long"
+            f"batch.overlong.max_output_tokens {longest} is above sampling.max_output_tokens {sampled}{times}: no sample is that long"
         )
+
+
+def correction_fields_have_an_effect(config: "RunConfig") -> None:
+    correction = config.trainer.loss.correction
+    for field in ("level", "cap", "floor") if correction.kind == "none" else ():
+        value, default = getattr(correction, field), type(correction).model_fields[field].default
+        if value != default:
+            raise ValueError(
+                f"trainer.loss.correction.{field} {value} with kind 'none': nothing is corrected, set mode to 'decoupled' and kind to 'tis', 'mis' "
+                f"or 'icepop', or leave {field} at {default}"
+            )
 
 
 def oversampling_is_not_deterministic(config: "RunConfig") -> None:
@@ -302,6 +318,7 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     minibatches_have_groups,
     minibatches_have_groups_of_the_batch,
     overlong_penalty_is_within_reach,
+    correction_fields_have_an_effect,
     oversampling_is_not_deterministic,
     partial_rollouts_need_oversampling,
     partial_rollouts_need_a_correction,

@@ -56,7 +56,7 @@ def of_error(error: BaseException) -> Outcome:
 def of_value(value: object, weights: Mapping[str, float], function: object) -> Outcome:
     """Return the outcome of a return value: a number, a bool, a numpy scalar, or a dict of them by name.
 
-    weights: Weights of parts, for a dict without the key `reward`; 1 where a part has none.
+    weights: Weights of parts, for a dict without the key `reward` that has all of them; 1 where a part has none.
     """
     if value is None:
         return unjudged(NONE, f"returned None{place_of_function(function)}")
@@ -67,6 +67,12 @@ def of_value(value: object, weights: Mapping[str, float], function: object) -> O
 
 
 def _whole(parts: dict[str, float], weights: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+    if weights and WHOLE_REWARD in parts:
+        raise ValueError(
+            f"returned a whole reward, and reward.functions has weights of its parts {', '.join(weights)}: leave one out"
+        )
+    if missing := [name for name in weights if name not in parts]:
+        raise ValueError(f"returned the parts {', '.join(parts)}, and reward.functions has a weight of the part {missing[0]!r}")
     if WHOLE_REWARD in parts:
         others = {name: value for name, value in parts.items() if name != WHOLE_REWARD}
         return parts[WHOLE_REWARD], others or parts

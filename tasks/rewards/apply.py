@@ -90,7 +90,7 @@ def _judged(
                 found.add(index, result)
 
             if function.name in rewards.BUILT_IN:
-                _call_here(function.name, found, take)
+                _call_here(function, found, take)
             elif function.name in JUDGED_BY_MODEL:
                 assert work, "a model judges for a run"
                 by_model.judge(config, function.name, samples, found.prompts, take, work._replace(deadline=deadline))
@@ -173,15 +173,15 @@ def _shown(text: str) -> str:
 
 
 # Perf: a built-in reward is pure and takes microseconds, so it is called in this process (docs/results/rewards.md).
-def _call_here(name: str, collected: _Collected, take: OnOutcome) -> None:
+def _call_here(function: RewardFunction, collected: _Collected, take: OnOutcome) -> None:
     for index, (sample, prompt) in enumerate(zip(collected.samples, collected.prompts, strict=True)):
-        take(index, called(name, question=prompt.question, completion=sample.text, answer=prompt.answer))
+        take(index, called(function, question=prompt.question, completion=sample.text, answer=prompt.answer))
 
 
-def called(name: str, *, question: str, completion: str, answer: str) -> Outcome:
+def called(function: RewardFunction, *, question: str, completion: str, answer: str) -> Outcome:
     """Call a built-in reward."""
-    reward = rewards.BUILT_IN[name]
-    return outcome.of_value(reward(question=question, completion=completion, answer=answer), {}, reward)
+    reward = rewards.BUILT_IN[function.name]
+    return outcome.of_value(reward(question=question, completion=completion, answer=answer), function.weights, reward)
 
 
 def outside(config: RewardConfig) -> list[RewardFunction]:

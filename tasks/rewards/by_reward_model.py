@@ -16,6 +16,7 @@ from infra.rewards.outcome import Outcome
 from infra.rewards.scores import ScoreJournal, fields_of, key_of
 from infra.store import code_digest
 from infra.store.samples import Sample
+from infra.telemetry import program_versions
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +34,12 @@ def source_digest(config: RewardConfig) -> str:
 
 
 def identity(config: RewardConfig) -> dict[str, str]:
-    """Return what the scores in a journal are of, besides the model's digest; empty where no reward model scores."""
-    return {"model": config.model.model_dump_json(exclude={"load_timeout_s"})} if config.uses_reward_model else {}
+    """Return what the scores in a journal are of, besides the model's digest: one scoring never mixes those of two versions of torch. Empty where
+    no reward model scores."""
+    if not config.uses_reward_model:
+        return {}
+    versions = program_versions.key_of(program_versions.of_trainer())  # it runs in the trainer's environment
+    return {"model": config.model.model_dump_json(exclude={"load_timeout_s"}), "versions": versions}
 
 
 def takes_gpu(config: RewardConfig) -> bool:

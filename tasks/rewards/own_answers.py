@@ -45,7 +45,7 @@ def _outcomes(config: RewardConfig, prompts: Sequence[Prompt]) -> list[Outcome]:
 
 def _outcomes_of(config: RewardConfig, function: RewardFunction, prompts: Sequence[Prompt]) -> list[Outcome]:
     if function.name in BUILT_IN:
-        return [_of_own_answer(function.name, prompt.question, prompt.answer) for prompt in prompts]
+        return [_of_own_answer(function, prompt.question, prompt.answer) for prompt in prompts]
     digest = source_digest(function.name)
     takes = client.form_of(config, function, digest).takes
     found: dict[int, Outcome] = {}
@@ -60,8 +60,8 @@ def _as_sample(name: str, prompt: Prompt) -> Sample:
     return Sample(prompt.prompt_id, 0, prompt.prompt_tokens, [], [], "stop", 0, "", own)
 
 
-def _of_own_answer(name: str, question: str, answer: str) -> Outcome:
-    return called(name, question=question, completion=f"#### {gsm8k.ground_truth(answer)}", answer=answer)
+def _of_own_answer(function: RewardFunction, question: str, answer: str) -> Outcome:
+    return called(function, question=question, completion=f"#### {gsm8k.ground_truth(answer)}", answer=answer)
 
 
 @cache
@@ -128,7 +128,7 @@ def check_own_answers(name: str, source: str, rows: Iterable[tuple[int, Row]]) -
         num_rows += 1
         answered |= bool(row.answer)
         columns |= dict.fromkeys(row.columns)
-        if _of_own_answer(name, row.question, row.answer).reward != 1.0:
+        if _of_own_answer(RewardFunction(name=name), row.question, row.answer).reward != 1.0:
             wrong.append(f"row {number} {gsm8k.ground_truth(row.answer)[-60:]!r}")
     if wrong and not answered:
         raise ValueError(

@@ -37,6 +37,22 @@ class Breakage(NamedTuple):
 
 BREAKAGES = (
     Breakage(
+        "6 classes of failure",
+        "a flag of SGLang has tokens sampled from another distribution than the trainer computes, and no check sees it",
+        "infra/config/tools/engine_flags.py",
+        '        "preferred_sampling_params": SAMPLED,\n',
+        "",
+        "tests/infra/config/test_engine_flags.py::test_a_flag_that_ratchet_sets_is_refused_with_the_field_s_name",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "a misspelt weight of a reward's part has no effect in silence",
+        "infra/rewards/outcome.py",
+        "[name for name in weights if name not in parts]",
+        "list[str]()",
+        "tests/tasks/test_unjudged.py::test_a_weight_without_its_part_is_refused",
+    ),
+    Breakage(
         "1 transaction",
         "a step is committed with files that were damaged between two attempts",
         "tasks/commit_step.py",

@@ -233,6 +233,14 @@ def test_where_all_groups_are_flat_none_is_dropped(workspace: Path, caplog: pyte
     assert "every group of step 2 has equal rewards: this step teaches nothing" in caplog.text
 
 
+def test_groups_of_equal_rewards_teach_something_where_the_batch_is_the_baseline(
+    workspace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rollouts = recorded(workspace, scored([1], [0], [1]), num_trainable_groups=0)
+    assemble.fn(BatchConfig(advantage="reinforce_pp"), rollouts)
+    assert "teaches nothing" not in caplog.text
+
+
 def test_masked_samples_do_not_count_in_reinforce_pp() -> None:
     truncated, *others = scored([100, 1, 0])
     config = BatchConfig(advantage="reinforce_pp", mask_truncated=True)

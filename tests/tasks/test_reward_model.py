@@ -38,6 +38,7 @@ from infra.settings import CHECKOUT
 from infra.store import code_digest
 from infra.store.files import record_of, write_json_lines
 from infra.store.samples import Sample
+from infra.telemetry import program_versions
 from tasks import rewards
 from tasks.evaluations.evaluate_adapter import evaluate_adapter
 from tasks.rewards import by_reward_model
@@ -390,6 +391,10 @@ def test_scores_of_another_model_or_of_other_settings_are_not_used(
     assert rewards_in(workspace, config_of(folder)) == pytest.approx([2 * (each or 0) for each in first])
     rewards_in(workspace, config_of(folder, max_tokens_per_batch=128))
     assert len(batches) > 2 * count
+    count = len(batches)
+    monkeypatch.setattr(program_versions, "of_trainer", lambda: {"torch": "1.0"})
+    rewards_in(workspace, config_of(folder, max_tokens_per_batch=128))
+    assert len(batches) > count, "scores of another version of torch are scored again"
 
 
 def test_on_a_gpu_the_program_is_gone_when_the_samples_are_scored(

@@ -229,6 +229,10 @@ def test_an_episode_counts_once_in_the_figures_of_a_step_however_many_trajectori
     assert (scored.num_samples, scored.mean_reward, scored.std_reward) == (2, 0.5, 0.5)
     assert (rollouts.num_samples, rollouts.num_turns, rollouts.num_output_tokens, rollouts.num_given_tokens) == (2, 4, 6, 6)
     metrics = metrics_of(rollouts, scored, {"peak_memory_gib": 0.0, "metrics": {}, "seconds": {}}, {})
+    alone = metrics_of(
+        rollouts, scored.model_copy(update={"group_size": 1}), {"peak_memory_gib": 0.0, "metrics": {}, "seconds": {}}, {}
+    )
+    assert metrics.keys() - alone.keys() == {"reward/frac_zero_std_groups"}  # a group of one cannot differ
     assert (metrics["episodes/mean_turns"], metrics["rollout/mean_output_tokens"]) == (2, 3)
 
 

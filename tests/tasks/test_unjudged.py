@@ -2,6 +2,7 @@
 breaks off goes on at the missing samples."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -247,6 +248,26 @@ def test_several_rewards_are_summed_by_weight_and_each_is_a_part(tmp_path: Path)
     assert (found["1-1"].reward, found["1-1"].unjudged) == (None, "odd returned None")
     with pytest.raises(ValueError, match="has two functions of the name 'short'"):
         RewardConfig.model_validate({"functions": [{"name": "a.py:short"}, {"name": "b.py:short"}]})
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ("{'right': 1, 'short': 1}", "returned the parts right, short, and reward.functions has a weight of the part 'shrot'"),
+        (
+            "{'reward': 1, 'shrot': 1}",
+            "returned a whole reward, and reward.functions has weights of its parts shrot: leave one out",
+        ),
+        ("1.0", "returned a whole reward, and reward.functions has weights of its parts shrot: leave one out"),
+    ],
+)
+def test_a_weight_without_its_part_is_refused(tmp_path: Path, returned: str, said: str) -> None:
+    """It would have no effect, and the part that it was meant for a weight of 1."""
+    (tmp_path / "mine.py").write_text(f"def score(*, completion): return {returned}\n")
+    for name in (f"{tmp_path}/mine.py:score", "gsm8k_numeric"):
+        config = RewardConfig.model_validate({"functions": [{"name": name, "weights": {"shrot": 0.2}}], "workers": 1})
+        with pytest.raises(RewardFailed, match=re.escape(said if name != "gsm8k_numeric" else "returned a whole reward")):
+            judged(config, samples_of(2, 2), PROMPTS, tmp_path / "j", INPUTS)
 
 
 def test_other_answers_have_another_digest_so_that_no_score_is_given_to_an_answer_that_it_is_not_of() -> None:

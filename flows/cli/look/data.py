@@ -36,6 +36,7 @@ def data(*, rows: Rows = 5, chosen: Chosen) -> None:
     if config.played is None:
         check_there(config.reward, config.training)
     folder = base_model.locate(config.model)  # which may make it or download it: after what is quick to refuse
+    base_model.check_supported(folder)
     prompts.check_lengths(config.training, folder)  # as a run does: it names the longest of all
     found = summary_of(config, folder)
     shown = prompts.draw(config.training, folder, step=0, seed=config.seed)[:rows]

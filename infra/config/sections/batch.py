@@ -13,7 +13,8 @@ class OverlongConfig(ConfigBase):
     buffer_tokens: int = Field(default=0, ge=0)
     """0: no penalty."""
     max_output_tokens: int | None = Field(default=None, ge=1)
-    """Where the penalty is whole; sampling.max_output_tokens or less."""
+    """Where the penalty is whole; sampling.max_output_tokens or less. Of an episode all sampled tokens count, so that this is up to
+    environment.max_turns times as much."""
     penalty: float = Field(default=1.0, gt=0)
     """What a sample of max_output_tokens loses."""
 
@@ -39,8 +40,8 @@ class BatchConfig(ConfigBase):
     turn_discount: float = Field(default=1.0, gt=0, le=1)
     """With advantage_level turn: factor by which the reward of each later turn counts less. Range (0, 1]; 1: no discount."""
     mask_truncated: bool = False
-    """Leave samples that ran into max_output_tokens, or whose episode a limit ended, out of the loss (their rewards still count in the group's
-    mean)."""
+    """Leave samples whose last answer ran into max_output_tokens, or whose episode a limit ended, out of the loss (their rewards still count in the
+    group's mean)."""
     overlong: OverlongConfig = OverlongConfig()
     drop_zero_std_groups: bool = False
     """Leave groups whose rewards are all equal out of the batch. No other prompts are sampled in their place, as data.max_draws does:

@@ -70,8 +70,9 @@ class DataConfig(ConfigBase):
     Shortens the wait for the longest answers, at a price: groups with long answers are left out more often."""
     max_draws: int = Field(default=1, ge=1, le=99)
     """Dynamic sampling: most draws of a step. Groups whose rewards are all equal teach nothing; above 1, further prompts are drawn, sampled and
-    scored until num_prompts groups with different rewards are there. A draw has num_prompts prompts, a later one as few as should do by the share
-    of useful groups so far. 1: one draw, also of groups that teach nothing. Source: DAPO, arXiv 2503.14476, section 3.2."""
+    scored until num_prompts groups with different rewards are there: as the reward gave them, to whole episodes, before an overlong penalty. A
+    draw has num_prompts prompts, a later one as few as should do by the share of useful groups so far. 1: one draw, also of groups that teach
+    nothing. Source: DAPO, arXiv 2503.14476, section 3.2."""
     curriculum: Literal["none", "uncertain", "between"] = "none"
     """How rows are drawn. none: shuffled, pass after pass; uncertain: with weight p(1 - p) of each row's measured pass rate p, as in arXiv
     2502.12272; between: only rows with a measured pass rate in data.pass_rate_between, as in arXiv 2504.03380, and rows that were

@@ -173,7 +173,7 @@ class EvaluationConfig(ConfigBase):
     patience: int | None = Field(default=None, ge=1)
     """Evaluations in a row without a better result after which the run ends; None: never."""
     min_delta: float = Field(default=0.0, ge=0)
-    """Better means better by more than this, in the metric of best_by."""
+    """With patience: better means better by more than this, in the metric of best_by."""
     best_by: str = "auto"
     """Metric by which the best adapter is chosen and progress is measured: pass_at_1, mean_reward, mean_output_tokens, truncated_frac,
     sampled_pass_at_1, pass_at_<k> with k of pass_at_k, or mean_at_<n> with n = num_samples. Of several sets the first one's, or that of a set by

@@ -109,7 +109,7 @@ class LossConfig(ConfigBase):
     """Of seq_mean_token_sum_norm, which needs it; Dr.GRPO: sampling.max_output_tokens."""
     kl: KlConfig = KlConfig()
     entropy_bonus: float = Field(default=0.0, ge=0)
-    """Times the mean entropy, taken off the loss."""
+    """Times the entropy, averaged with the weights of the aggregation, taken off the loss."""
     correction: CorrectionConfig = CorrectionConfig()
 
     @model_validator(mode="after")
@@ -200,6 +200,11 @@ class TrainerConfig(ConfigBase):
             raise ValueError(
                 f"lr_scheduler_type 'cosine' with num_schedule_steps {self.num_schedule_steps} and lr_warmup_steps {self.lr_warmup_steps}: "
                 "num_schedule_steps must be given and above lr_warmup_steps"
+            )
+        if self.lr_scheduler_type == "constant" and (self.num_schedule_steps is not None or self.min_lr_ratio):
+            raise ValueError(
+                f"lr_scheduler_type 'constant' with num_schedule_steps {self.num_schedule_steps} and min_lr_ratio {self.min_lr_ratio:g}: the rate "
+                "would not fall, set lr_scheduler_type to 'cosine', or leave both out"
             )
         return self
 

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 TABLES = Path(__file__).parents[2] / "setup/locks/flags"
+SAMPLED = "the trainer computes the whole distribution at sampling.temperature, so nothing else may be sampled from"
 SPREAD = "engine.tensor_parallel is how an engine is spread over GPUs"
 OURS: dict[str, dict[str, str]] = {
     "sglang": {
@@ -21,6 +22,7 @@ OURS: dict[str, dict[str, str]] = {
         "quantization": "set engine.quantization",
         "kv_cache_dtype": "set engine.kv_cache_dtype",
         "random_seed": "it is of run, step and launch",
+        "preferred_sampling_params": SAMPLED,
         "context_length": "set engine.max_context_tokens",
         "max_running_requests": "set engine.max_running_requests",
         **dict.fromkeys(
@@ -46,6 +48,7 @@ OURS: dict[str, dict[str, str]] = {
         "served_model_name": "adapters are asked for by names of Ratchet's",
         "dtype": "set engine.dtype",
         "seed": "requests have seeds of their own",
+        **dict.fromkeys(("override_generation_config", "logits_processors"), SAMPLED),
         "max_model_len": "set engine.max_context_tokens",
         "max_num_seqs": "set engine.max_running_requests",
         **dict.fromkeys(("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "nnodes", "node_rank"), SPREAD),

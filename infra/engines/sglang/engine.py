@@ -216,6 +216,8 @@ class SGLangEngine(ServerEngine):
             "PYTHONPATH": self.machine.sglang_pythonpath,
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(server_process.KEEP_ALIVE_S),
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+            # Otherwise log-probs are those at temperature 1, not at that of sampling.
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",
             # Otherwise a TCP store of torch listens on all interfaces, without a password.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{fresh_folder(meeting, PRIVATE) / 'ranks'}",
             **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"),

@@ -129,4 +129,6 @@ def tools_from_json(content: object) -> list[dict[str, Any]]:
             raise BadRequest(
                 f"tools[{number}] must be {{'type': 'function', 'function': {{'name': ...}}}}: only functions are supported"
             )
+        if tool["function"].get("strict"):
+            raise BadRequest(f"tools[{number}].function.strict must be false: a call's arguments are not constrained")
     return [dict(tool) for tool in content]

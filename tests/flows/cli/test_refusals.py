@@ -340,6 +340,15 @@ def test_data_names_the_longest_of_all_prompts_that_are_too_long(tmp_path: Path,
     refused(done, f"40 of 40 prompts of '{path}' have more tokens than data.max_prompt_tokens 128, that of row 39 has ")
 
 
+def test_data_refuses_a_model_that_a_run_would_refuse(tmp_path: Path, random_tiny: Path) -> None:
+    folder = shutil.copytree(random_tiny, tmp_path / "other")
+    content = json.loads((folder / "config.json").read_text()) | {"architectures": ["GPT2LMHeadModel"]}
+    (folder / "config.json").write_text(json.dumps(content))
+    refused(
+        command(tmp_path / "w", "data", "--model", str(folder)), f"model folder {folder} holds GPT2LMHeadModel; supported are "
+    )
+
+
 def test_a_store_s_folder_that_is_not_there_is_wrong_input(workspace: Path) -> None:
     refused(
         command(workspace, "runs", "--store", f"{workspace}/nowhere"), f"store {workspace}/nowhere does not exist: give a folder"

@@ -127,6 +127,20 @@ def refusal_of(content: dict[str, Any]) -> str:
             {"trainer": {"lr_scheduler_type": "cosine", "num_schedule_steps": 5, "lr_warmup_steps": 5}},
             "lr_scheduler_type 'cosine' with num_schedule_steps 5 and lr_warmup_steps 5: num_schedule_steps must be given and above",
         ),
+        (
+            {"trainer": {"num_schedule_steps": 200}},
+            "lr_scheduler_type 'constant' with num_schedule_steps 200 and min_lr_ratio 0: the rate would not fall, set lr_scheduler_type to ",
+        ),
+        ({"trainer": {"min_lr_ratio": 0.1}}, "lr_scheduler_type 'constant' with num_schedule_steps None and min_lr_ratio 0.1: "),
+        (
+            {"trainer": {"loss": {"correction": {"cap": 3}}}},
+            "trainer.loss.correction.cap 3.0 with kind 'none': nothing is corrected, set mode to 'decoupled' and kind to 'tis', 'mis' or 'icepop', "
+            "or leave cap at 2.0",
+        ),
+        (
+            {"trainer": {"loss": {"correction": {"mode": "decoupled", "level": "sequence"}}}},
+            "trainer.loss.correction.level sequence with kind 'none'",
+        ),
         ({"trainer": {"min_lr_ratio": 2}}, "trainer.min_lr_ratio = 2: "),
         ({"batch": {"advantage": "gae"}}, "batch.advantage = 'gae': Input should be 'grpo', 'dr_grpo', 'rloo' or 'reinforce_pp'"),
         ({"batch": {"overlong": {"buffer_tokens": 16}}}, "buffer_tokens 16 with max_output_tokens None: set max_output_tokens"),
@@ -141,6 +155,18 @@ def refusal_of(content: dict[str, Any]) -> str:
         (
             {"sampling": {"group_size": 1}, "batch": {"advantage": "reinforce_pp", "drop_zero_std_groups": True}},
             "sampling.group_size 1 with batch.drop_zero_std_groups: a group of one is always flat",
+        ),
+        (
+            {"sampling": {"group_size": 1}, "batch": {"advantage": "reinforce_pp"}, "data": {"max_draws": 3}},
+            "sampling.group_size 1 with data.max_draws 3: a group of one is always flat, take 2 or more",
+        ),
+        (
+            {"environment": {"name": "/x.py:Game"}, "batch": {"overlong": {"max_output_tokens": 257}}},
+            "batch.overlong.max_output_tokens 257 is above sampling.max_output_tokens 64 x environment.max_turns 4: no sample is that long",
+        ),
+        (
+            {"reward": {"functions": [{"name": "reward_model", "weights": {"a": 2}}], "model": {"path": "m"}}},
+            "reward.functions 'reward_model' with weights {'a': 2.0}: its score has no parts, set weight instead",
         ),
         (
             {"batch": {"mask_truncated": True}, "trainer": {"loss": {"kl": {"coefficient": 0.05, "where": "reward"}}}},
@@ -281,3 +307,14 @@ def test_the_number_of_replicas_may_be_left_to_the_machine() -> None:
     assert EngineConfig.model_validate({"replicas": "auto"}).replicas is None
     with pytest.raises(ValidationError, match="or auto"):
         EngineConfig.model_validate({"replicas": "some"})
+
+
+def test_an_overlong_penalty_of_episodes_reaches_over_all_their_turns() -> None:
+    game = {"environment": {"name": "/x.py:Game"}, "batch": {"overlong": {"buffer_tokens": 32, "max_output_tokens": 256}}}
+    assert RunConfig.model_validate(game).batch.overlong.max_output_tokens == 256
+
+
+def test_fields_of_a_correction_that_fp8_turns_on_have_an_effect() -> None:
+    content = {"engine": {"quantization": "fp8"}, "trainer": {"loss": {"correction": {"cap": 3}}}}
+    correction = RunConfig.model_validate(content).trainer.loss.correction
+    assert (correction.kind, correction.cap) == ("tis", 3.0)

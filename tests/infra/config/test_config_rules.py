@@ -1,5 +1,5 @@
 import inspect
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -26,6 +26,7 @@ BROKEN = {
         "trainer.num_minibatches=3",
     ],
     "overlong_penalty_is_within_reach": ["batch.overlong.max_output_tokens=65"],
+    "correction_fields_have_an_effect": ["trainer.loss.correction.cap=3"],
     "oversampling_is_not_deterministic": ["data.num_oversampled_prompts=1"],
     "partial_rollouts_need_oversampling": ["engine.deterministic=false", "data.partial_rollouts=true", DECOUPLED],
     "partial_rollouts_need_a_correction": PARTIAL,
@@ -168,3 +169,21 @@ def test_an_environment_of_a_set_is_checked_and_its_own_fields_win() -> None:
     given = asked | {"environment": PROGRAM | {"turn_timeout_s": 30}}
     RunConfig.model_validate({"environment": section, "evaluation": {"sets": [given]}})
     RunConfig.model_validate({"environment": {"max_turns": 2}, "evaluation": {"sets": [asked | {"environment": PROGRAM}]}})
+
+
+OWN_REWARD = {"name": "mine.py:score"}
+
+
+def test_a_reward_beside_an_environment_is_refused_unless_an_evaluation_has_it() -> None:
+    said = r"reward\.name \"mine\.py:score\" has no effect with 'mine\.py:Game': an environment gives the rewards; leave it at its default"
+    with pytest.raises(ValueError, match=said):
+        RunConfig.model_validate({"environment": GAME, "reward": OWN_REWARD})
+    with pytest.raises(ValueError, match=r"reward\.functions \[\"mine\.py:score\"\] has no effect"):
+        RunConfig.model_validate({"environment": GAME, "reward": {"functions": [OWN_REWARD]}})
+    sets: list[dict[str, Any]] = [{"name": "plain", "environment": ""}, {"name": "timed", "reward": {"timeout_s": 5}}]
+    for asked in sets:
+        RunConfig.model_validate({"environment": GAME, "reward": OWN_REWARD, "evaluation": {"sets": [asked]}})
+    with pytest.raises(ValueError, match="has no effect"):
+        RunConfig.model_validate(
+            {"environment": GAME, "reward": OWN_REWARD, "evaluation": {"sets": [{"name": "a", "reward": "b.py:c"}]}}
+        )

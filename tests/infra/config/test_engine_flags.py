@@ -39,6 +39,7 @@ SGLANG = [
     ("--enable-memory-saver", "engine.colocation"),
     ("--enable-deterministic-inference", "engine.deterministic"),
     ("--model", "set model"),
+    ("--preferred-sampling-params", "sampling.temperature"),
     ("--hos", "RATCHET_HOST"),
 ]
 VLLM = [
@@ -52,6 +53,9 @@ VLLM = [
     ("--no-enable-prefix-caching", "relies on its value"),
     ("--enable-sleep-mode", "engine.colocation"),
     ("--api-key=x", "key of its own"),
+    ("--override-generation-config", "sampling.temperature"),
+    ("--override-generation-config.top_k=20", "sampling.temperature"),
+    ("--logits-processors", "sampling.temperature"),
 ]
 
 

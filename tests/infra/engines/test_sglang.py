@@ -228,6 +228,17 @@ def test_a_server_does_not_close_connections_that_a_busy_client_leaves_idle(
     assert process is not None and float(process.environ()["SGLANG_TIMEOUT_KEEP_ALIVE"]) >= 600
 
 
+def test_log_probs_are_those_at_the_sampling_temperature_whatever_the_shell_says(
+    engine_config: EngineConfig, scripted_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer divides logits by the temperature. This switch of SGLang's gives log-probs at temperature 1, and canaries are asked at 1."""
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "true")
+    open_engine(engine_config, scripted_adapter(0)).wake()
+    state = server_process.recorded()
+    process = children.find(state.process) if state else None
+    assert process is not None and process.environ()["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "false"
+
+
 def test_a_request_that_the_server_refuses_is_not_a_matter_of_its_health(
     engine_config: EngineConfig, scripted_adapter: MakeAdapter, set_fault: SetFault
 ) -> None:

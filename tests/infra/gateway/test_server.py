@@ -197,6 +197,7 @@ REFUSED = (
     ({"frequency_penalty": 1}, "frequency_penalty is 1"),
     ({"parallel_tool_calls": False}, "parallel_tool_calls is False"),
     ({"tools": [{"type": "web_search"}]}, "tools[0] must be"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict must be false"),
     ({"guided_regex": "a"}, "guided_regex is not supported; known are"),
     ({"messages": []}, "messages is [], must be a list"),
     ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role is 'robot'"),

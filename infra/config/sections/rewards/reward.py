@@ -39,6 +39,14 @@ class RewardFunction(ConfigBase):
     weights: dict[str, float] = Field(default_factory=dict)
     """Weights of the parts of a dict that it returns, by name; 1 where a part has none."""
 
+    @model_validator(mode="after")
+    def _has_parts(self) -> Self:
+        if self.weights and self.name in (*JUDGED_BY_MODEL, REWARD_MODEL):
+            raise ValueError(
+                f"reward.functions {self.name!r} with weights {self.weights}: its score has no parts, set weight instead"
+            )
+        return self
+
     @property
     def label(self) -> str:
         """The function's name, without file or module."""
@@ -183,7 +191,7 @@ class RewardConfig(ConfigBase):
     functions: tuple[OneOfSeveral, ...] = ()
     """Several rewards, in place of name: a list such as [{"name": "gsm8k_numeric"}, {"name": "mine.py:short", "weight": 0.2}]. The reward is the
     sum of theirs times their weights, and each is a part. A sample that one of them cannot judge is unjudged. "weights" are those of the parts
-    of a dict that the function returns."""
+    of a dict that the function returns, without a key `reward`; each part that has one must be there, others count once."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Longest time for one sample, in seconds; for one call of a function that takes a batch, and for one batch of a reward model. A sample
     that takes longer is tried once more, then it is unjudged. The built-in rewards for GSM8K run in the flow's process and need none of this
