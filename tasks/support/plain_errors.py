@@ -7,9 +7,10 @@ import traceback
 from infra.failures import NoNodeForEngine, NoNodesForRanks, RewardFailed, StoreRefused
 from infra.settings import CHECKOUT
 from infra.store.files import DigestMismatch
+from tasks.support.prefect_calls import FlowRunDeleted
 
 LOGGERS = ("prefect.task_runs", "prefect.flow_runs", "prefect.engine")
-ONE_LINE = (RewardFailed, StoreRefused, NoNodeForEngine, NoNodesForRanks, DigestMismatch)
+ONE_LINE = (RewardFailed, StoreRefused, NoNodeForEngine, NoNodesForRanks, DigestMismatch, FlowRunDeleted)
 OURS = ("flows", "infra", "tasks")
 """Folders of the checkout whose `raise ValueError` refuses a value, in one line."""
 
@@ -25,10 +26,17 @@ class Once(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if error is not None and says_all(error):
-            is_first, self.logged = error is not self.logged, error
+            is_first, self.logged = not self._repeats(error), error
             record.msg, record.args, record.exc_info = str(error), (), None
             return is_first
         return self.logged is None or not any(said in record.getMessage() for said in self._said(self.logged))
+
+    def _repeats(self, error: BaseException) -> bool:
+        """Whether an error is the one that was logged, or was raised with the same message while that one was handled."""
+        earlier: BaseException | None = error
+        while earlier is not None and earlier is not self.logged:
+            earlier = earlier.__context__
+        return earlier is not None and str(error) == str(earlier)
 
     @staticmethod
     def _said(error: BaseException) -> tuple[str, str]:

@@ -347,6 +347,15 @@ def test_a_server_that_has_the_deployments_of_these_sources_is_left_as_it_is(
 
 
 @pytest.mark.end_to_end
+def test_a_work_pool_that_is_paused_is_said_and_stays_paused(server: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    pool = f"/work_pools/{deployments.WORK_POOL}"
+    asked(server, "PATCH", pool, {"is_paused": True})
+    deployments._ensure_work_pool(server)
+    assert "work pool ratchet is paused in Prefect" in caplog.text and asked(server, "GET", pool)["is_paused"]
+    asked(server, "PATCH", pool, {"is_paused": False})
+
+
+@pytest.mark.end_to_end
 def test_a_work_pool_that_was_changed_by_hand_is_changed_back(server: httpx.Client) -> None:
     before = asked(server, "GET", f"/work_pools/{deployments.WORK_POOL}")
     any_command = {
