@@ -27,16 +27,16 @@ def open_step(config: RunConfig, step: int | None, prefetch: Prefetch | None = N
     Raises:
         ValueError: for a configuration that is not the run's, a base model that has changed, or a step that is not the next.
     """
-    open_run(config, nothing_committed="begin again")
     following = lineage.next_step(config.name)
+    if step not in (None, following):
+        raise ValueError(
+            f"step {step} of run {config.name!r} cannot be made now: {following} steps are committed, the next is {following}"
+        )
+    open_run(config, nothing_committed="begin again")
     if (origin := replay.origin_of(config.name)) and following == origin.replayed_from.step:
         raise ValueError(
             f"run {config.name!r} begins with a replay of step {following} of run {origin.replayed_from.run!r} that is not committed yet: "
             "run that replay again, it goes on where it ended"
-        )
-    if step not in (None, following):
-        raise ValueError(
-            f"step {step} of run {config.name!r} cannot be made now: {following} steps are committed, the next is {following}"
         )
     adapter = adapter_at(config, following)
     check_base(config.model, adapter)

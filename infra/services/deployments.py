@@ -6,6 +6,7 @@ and a server whose deployments all have the digest of this checkout is left as i
 
 import hashlib
 import json
+import logging
 import os
 import subprocess
 
@@ -16,6 +17,8 @@ from infra.processes import children
 from infra.services import prefect_password, schedules
 from infra.services.prefect_api import api_client, asked, deployments_of
 from infra.settings import CHECKOUT, main_python
+
+log = logging.getLogger(__name__)
 
 WORK_POOL = "ratchet"
 PREFECT_YAML = CHECKOUT / "prefect.yaml"
@@ -55,7 +58,12 @@ def num_described() -> int:
 
 def _ensure_work_pool(client: httpx.Client) -> None:
     wanted = {"base_job_template": json.loads(JOB_TEMPLATE.read_text()), "concurrency_limit": 1}
-    if asked(client, "POST", "/work_pools/filter", {"work_pools": {"name": {"any_": [WORK_POOL]}}}):
+    if found := asked(client, "POST", "/work_pools/filter", {"work_pools": {"name": {"any_": [WORK_POOL]}}}):
+        if found[0]["is_paused"]:
+            log.warning(
+                "work pool %s is paused in Prefect: flow runs wait until it is resumed, by its page or `prefect work-pool resume %s`",
+                *(WORK_POOL, WORK_POOL),
+            )
         asked(client, "PATCH", f"/work_pools/{WORK_POOL}", wanted)
     else:
         asked(client, "POST", "/work_pools/", {"name": WORK_POOL, "type": "process", **wanted})

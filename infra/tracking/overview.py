@@ -4,7 +4,7 @@ Both are made again from the files on disk with each delivery.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from infra.config import RunConfig
@@ -180,13 +180,15 @@ def _table(steps: dict[int, Figures], config: RunConfig) -> str:
         metric = evaluations.best_metric(config.evaluation, evaluated)
         for name in dict.fromkeys((f"{evaluated[0].prefix}pass_at_1", metric)):
             label = "held-out " + name.removeprefix("eval/").replace("pass_at_", "pass@").replace("_", " ")
-            rows.append(_row(label, {each.step: each.metrics[name] for each in evaluated if name in each.metrics}, "adapter"))
+            values = {each.step: each.metrics[name] for each in evaluated if name in each.metrics}
+            is_lowest = name == metric and config.evaluation.best_is == "lowest"
+            rows.append(_row(label, values, "adapter", min if is_lowest else max))
     return "\n".join(["| | first | last | best |", "|--|--|--|--|", *rows]) if rows else ""
 
 
-def _row(label: str, values: Mapping[int, float], counted: str) -> str:
+def _row(label: str, values: Mapping[int, float], counted: str, best_of: Callable[..., int] = max) -> str:
     first, last = min(values), max(values)
-    best = max(values, key=lambda number: values[number])
+    best = best_of(values, key=lambda number: values[number])
     cells = [f"{values[number]:.3f} ({counted} {number})" for number in (first, last, best)]
     return f"| {label} | {' | '.join(cells)} |"
 

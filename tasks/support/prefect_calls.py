@@ -9,6 +9,7 @@ before they call the API.
 
 import contextvars
 import logging
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -54,6 +55,20 @@ def _is_exiting() -> bool:
 
 class PrefectAway(ProgramFailed):
     """Prefect's server gave no usable answer in time."""
+
+
+class FlowRunDeleted(ProgramFailed):
+    """Prefect's server has no such flow run any more."""
+
+
+def _check_there(request: httpx.Request, outcome: httpx.Response | Exception) -> None:
+    """Prefect's own error for a flow run that was deleted while it ran says nothing."""
+    is_missing = isinstance(outcome, httpx.Response) and outcome.status_code == 404
+    if is_missing and (found := re.search(r"/flow_runs/([^/]+)/set_state$", request.url.path)):
+        raise FlowRunDeleted(
+            f"Prefect's server does not have flow run {found[1]} any more: it was deleted while it ran, or the server has another database. "
+            "What is committed is kept; run the same again"
+        )
 
 
 class Call:
@@ -203,6 +218,7 @@ def install() -> None:
             with Call(self, request, retry_codes) as call:
                 while (pause_s := call.pause(outcome := _outcome(send, request, *args, **kwargs))) is not None:
                     time.sleep(pause_s)
+                _check_there(request, outcome)
                 return outcome
 
         return sync(self, request, patiently, send_args, send_kwargs)
@@ -220,6 +236,7 @@ def install() -> None:
             with Call(self, request, retry_codes) as call:
                 while (pause_s := call.pause(outcome := await _aoutcome(send, request, *args, **kwargs))) is not None:
                     await anyio.sleep(pause_s)
+                _check_there(request, outcome)
                 return outcome
 
         return await asynchronous(self, request, patiently, send_args, send_kwargs)

@@ -347,6 +347,26 @@ def test_a_server_that_has_the_deployments_of_these_sources_is_left_as_it_is(
 
 
 @pytest.mark.end_to_end
+def test_a_schedule_makes_flow_runs(server: httpx.Client) -> None:
+    found = asked(server, "GET", "/deployments/name/rl-run/arithmetic")
+    path = f"/deployments/{found['id']}"
+    asked(server, "PATCH", f"{path}/schedules/{found['schedules'][0]['id']}", {"active": True})
+    asked(server, "POST", f"{path}/schedule", {"min_runs": 2})
+    of_it = {"flow_runs": {"deployment_id": {"any_": [found["id"]]}, "state": {"type": {"any_": ["SCHEDULED"]}}}}
+    assert len(asked(server, "POST", "/flow_runs/filter", of_it)) >= 2
+    asked(server, "PATCH", f"{path}/schedules/{found['schedules'][0]['id']}", {"active": False})
+
+
+@pytest.mark.end_to_end
+def test_a_work_pool_that_is_paused_is_said_and_stays_paused(server: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    pool = f"/work_pools/{deployments.WORK_POOL}"
+    asked(server, "PATCH", pool, {"is_paused": True})
+    deployments._ensure_work_pool(server)
+    assert "work pool ratchet is paused in Prefect" in caplog.text and asked(server, "GET", pool)["is_paused"]
+    asked(server, "PATCH", pool, {"is_paused": False})
+
+
+@pytest.mark.end_to_end
 def test_a_work_pool_that_was_changed_by_hand_is_changed_back(server: httpx.Client) -> None:
     before = asked(server, "GET", f"/work_pools/{deployments.WORK_POOL}")
     any_command = {

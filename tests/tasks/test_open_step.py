@@ -124,6 +124,11 @@ def test_a_step_that_is_not_the_next_is_refused(config: RunConfig, step: int) ->
     assert refusal_of(config, step) == (f"step {step} of run 'mine' cannot be made now: 1 steps are committed, the next is 1")
 
 
+def test_a_step_that_cannot_be_made_leaves_no_run(config: RunConfig, workspace: Path) -> None:
+    assert "step 99 of run 'mine' cannot be made now" in refusal_of(config, 99)
+    assert not run_folder("mine").exists()
+
+
 def test_a_run_may_not_become_another_one_and_the_difference_is_shown(config: RunConfig) -> None:
     begin(config, None)
     commit(config, 0)

@@ -1,3 +1,4 @@
+import json
 import logging
 import re
 import time
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from prefect.states import Failed
 
+from flows import presets
 from infra.config import RewardConfig
 from infra.data.dataset import Row
 from infra.data.prompts import Prompt
@@ -22,6 +24,7 @@ from infra.store.files import DigestMismatch
 from infra.store.samples import Sample
 from tasks import rewards
 from tasks.rewards.own_answers import check_own_answers
+from tasks.support.prefect_calls import FlowRunDeleted
 
 # What verl's own function gives (verl-project/verl, verl/utils/reward_score/gsm8k.py at 1dda039), run on these texts:
 # the extraction and whether it scores 1. verl can give part of a point for a wrong number; by default, and here, that is 0.
@@ -386,6 +389,28 @@ def test_an_error_of_one_line_is_logged_once_and_without_a_traceback(error: Exce
     logging.getLogger("prefect.flow_runs").error("Finished in state %s", Failed(message=f"an exception RewardFailed: {error}"))
     logging.getLogger("prefect.flow_runs").error("something else")
     assert [(record.getMessage(), record.exc_info) for record in caplog.records] == [(str(error), None), ("something else", None)]
+
+
+def test_an_error_that_is_raised_again_while_it_is_handled_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("prefect.flow_runs")
+    try:
+        raise FlowRunDeleted("deleted")
+    except FlowRunDeleted as first:
+        logger.error("Encountered exception: %r", first, exc_info=first)
+        with pytest.raises(FlowRunDeleted) as second:
+            raise FlowRunDeleted("deleted")  # noqa: B904  as Prefect's engine does, which reports the state again
+        logger.error("Engine execution exited", exc_info=second.value)
+    assert [(record.getMessage(), record.exc_info) for record in caplog.records] == [("deleted", None)]
+
+
+def test_of_values_only_what_our_own_code_refuses_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    for refused in (lambda: presets.preset("smokey"), lambda: json.loads("{")):
+        with pytest.raises(ValueError) as caught:
+            refused()
+        logging.getLogger("prefect.flow_runs").error("Encountered exception: %r", caught.value, exc_info=caught.value)
+    first, second = caplog.records
+    assert "smokey" in first.getMessage() and first.exc_info is None
+    assert second.exc_info, "the place of a mistake of ours is shown"
 
 
 @pytest.mark.parametrize(

@@ -309,6 +309,14 @@ def test_each_set_has_curves_of_its_own_and_a_row_for_each_adapter_in_one_table(
     assert "evaluations.json" in [each.path for each in client.list_artifacts(run_id)]
 
 
+def test_the_best_value_of_a_metric_that_is_to_fall_is_the_lowest(workspace: Path) -> None:
+    config = RunConfig(name=RUN, evaluation=EvaluationConfig(best_by="mean_reward", best_is="lowest"))
+    for step, reward in enumerate((0.6, 0.2, 0.4)):
+        commit(step, 0.3, evaluation=config.evaluation)
+        evaluate(step + 1, 0.5, config, mean_reward=reward)
+    assert "| held-out mean reward | 0.600 (adapter 1) | 0.400 (adapter 3) | 0.200 (adapter 2) |" in overview.description(RUN, {})
+
+
 def test_system_metrics_are_rows_of_their_own_time_at_the_steps_number(workspace: Path) -> None:
     commit(0, 0.3)
     rows = [{"at": 900.0 + n, "system/cpu_utilization_percentage": float(n)} for n in range(3)]

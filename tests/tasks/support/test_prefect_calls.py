@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread, Timer
+from uuid import UUID, uuid4
 
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED, temporary_settings
+from prefect.states import Completed
 from shared import FIRST_PORT, becomes
 
 from infra.machine.ports import free_port
@@ -26,7 +28,7 @@ from infra.services import servers as services
 from infra.settings import CHECKOUT
 from infra.store.files import write_json
 from tasks.support import prefect_calls
-from tasks.support.prefect_calls import PrefectAway
+from tasks.support.prefect_calls import FlowRunDeleted, PrefectAway
 
 SERVER = """
 import http.server
@@ -44,6 +46,10 @@ class Api(BaseHTTPRequestHandler):
     """Says what it is told to say, then 200."""
 
     codes: list[int]
+
+    def do_POST(self) -> None:
+        self.codes.append(404)
+        self.do_GET()
 
     def do_GET(self) -> None:
         self.send_response(self.codes.pop(0) if self.codes else 200)
@@ -107,6 +113,26 @@ def test_a_server_that_is_busy_is_asked_again(
 ) -> None:
     serve(list(codes))  # more often than Prefect's own client would ask
     assert call() == "3.8.8"
+
+
+async def areport(flow_run: UUID) -> None:
+    async with get_client() as client:
+        await client.set_flow_run_state(flow_run, Completed())
+
+
+def report(flow_run: UUID) -> None:
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(flow_run, Completed())
+
+
+@pytest.mark.parametrize("call", [report, lambda flow_run: asyncio.run(areport(flow_run))], ids=["sync", "async"])
+def test_a_flow_run_that_was_deleted_while_it_ran_is_named(
+    call: Callable[[UUID], None], serve: Callable[[list[int]], None]
+) -> None:
+    serve([])
+    flow_run, without_tokens = uuid4(), temporary_settings({PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False})
+    with without_tokens, pytest.raises(FlowRunDeleted, match=f"does not have flow run {flow_run} any more.* run the same again"):
+        call(flow_run)
 
 
 @CALLS
