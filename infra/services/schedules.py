@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from infra.services.prefect_api import api_client, asked, deployments_of
 
-Switches = dict[tuple[str, str], bool]
-"""Whether a schedule is active, by deployment id and schedule id. A new deployment keeps the id of a schedule that has a slug."""
+Switches = dict[tuple[str, str], tuple[bool, dict[str, Any]]]
+"""Whether a schedule is active, and its parameters, by deployment id and schedule id. A new deployment keeps the id of a schedule that has a slug."""
 
 
 @contextmanager
@@ -16,13 +17,18 @@ def kept(api_url: str, work_pool: str) -> Iterator[None]:
     yield
     now = _switches(api_url, work_pool)
     with api_client(api_url) as client:
-        for (deployment, schedule), active in now.items():
-            was = before.get((deployment, schedule), active)
-            if was != active:
-                asked(client, "PATCH", f"/deployments/{deployment}/schedules/{schedule}", {"active": was})
+        for (deployment, schedule), (active, parameters) in now.items():
+            was, _ = before.get((deployment, schedule), (active, parameters))
+            if was != active:  # Prefect 3.8.8 empties the parameters of a schedule that is changed without them
+                change = {"active": was, "parameters": parameters}
+                asked(client, "PATCH", f"/deployments/{deployment}/schedules/{schedule}", change)
 
 
 def _switches(api_url: str, work_pool: str) -> Switches:
     with api_client(api_url) as client:
         found = deployments_of(client, work_pool)
-    return {(each["id"], schedule["id"]): schedule["active"] for each in found for schedule in each["schedules"]}
+    return {
+        (each["id"], schedule["id"]): (schedule["active"], schedule["parameters"] or {})
+        for each in found
+        for schedule in each["schedules"]
+    }

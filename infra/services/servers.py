@@ -139,9 +139,10 @@ def _start_mlflow(port: int) -> Service:
 
 
 def ensure_worker(api_url: str) -> None:
-    """Make sure that a process worker runs for our work pool. A worker of another server is replaced."""
+    """Make sure that a process worker runs for our work pool. A worker of another server is replaced, and one that was there before the server:
+    it would start flow runs, and cancel none. One that is at work stays until it is not."""
     if (worker := living(WORKER)) is not None:
-        if worker.url == api_url:
+        if worker.url == api_url and (not _is_older_than_prefect(worker) or _is_at_work(worker)):
             return
         children.stop(worker.process)
     argv = [str(main_python()), "-m", "prefect", "worker", "start", "--pool", deployments.WORK_POOL, "--type", "process"]
@@ -152,6 +153,19 @@ def ensure_worker(api_url: str) -> None:
     }
     log_path = Workspace.here().logs / f"{WORKER}.log"
     _remember(WORKER, Service(process=_launch(WORKER, argv, log_path, environment), url=api_url, log_path=log_path))
+
+
+def _is_older_than_prefect(worker: Service) -> bool:
+    """Whether our server was started after the worker. Prefect's worker gives up looking for what is to be cancelled when its server goes away
+    (3.8.8, prefect/_internal/observers.py)."""
+    server = living(PREFECT)
+    return server is not None and worker.process.started_ticks < server.process.started_ticks
+
+
+def _is_at_work(worker: Service) -> bool:
+    """Whether flow runs run under the worker."""
+    process = children.find(worker.process)
+    return process is not None and bool(process.children())
 
 
 def deploy(api_url: str) -> None:
