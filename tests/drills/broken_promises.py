@@ -2270,6 +2270,14 @@ BREAKAGES = (
         "if",
         "tests/flows/cli/test_refusals.py::test_a_workspace_whose_databases_would_lie_outside_it_is_refused",
     ),
+    Breakage(
+        "6 classes of failure",
+        "a base model with a number that is NaN or infinite is trained",
+        "infra/megatron/model/base_weights.py",
+        "if not all(bound.isfinite() for bound in part.aminmax()):",
+        "if False:",
+        "tests/infra/megatron/model/test_experts.py::test_a_base_model_with_a_number_that_is_not_finite_is_named",
+    ),
 )  # fmt: skip
 
 
