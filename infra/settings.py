@@ -322,6 +322,10 @@ def settings() -> Settings:
     workspace = loaded.workspace.absolute()
     if workspace.exists() and not workspace.is_dir():
         raise ValueError(f"RATCHET_WORKSPACE: {workspace} is a file: name a folder, or one that is to be made")
+    if wrong := next((sign for sign in str(workspace) if sign in "?#%" or not sign.isprintable()), None):
+        raise ValueError(  # it would end the path in the addresses of SQLite's databases, which would lie elsewhere
+            f"RATCHET_WORKSPACE: {str(workspace)!r} holds {wrong!r}: name a folder without ?, #, % and signs that cannot be printed"
+        )
     return loaded.model_copy(update={"workspace": workspace})
 
 

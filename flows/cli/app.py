@@ -1,6 +1,6 @@
 """The entry of the program `ratchet`: parse, run one command, say errors in one line.
 
-Imports nothing that takes time before Ctrl-C is handled; a command imports Prefect, MLflow or a model library in its own function.
+Imports nothing that takes time before signals are handled; a command imports Prefect, MLflow or a model library in its own function.
 """
 
 import re
@@ -8,17 +8,20 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from flows.cli import interrupts
+from flows.cli import interrupts, output
 
 FAILED, WRONG_INPUT = 1, 2
-"""Exit codes; 0 is success, `interrupts.EXIT_CODE` a Ctrl-C."""
+"""Exit codes; 0 is success; 128 and its number stand for a signal."""
 MODULES = {"drop_steps": "drop", "compare_command": "compare-engines", "command_line": "run"}
 """Modules of `flows` whose command has another name."""
 
 
 def main() -> None:
+    output.install()
     interrupts.install()
     interrupts.run(lambda: run(sys.argv[1:]))
+    if why := output.failure():
+        end(f"what this command printed is not whole: {why}", FAILED)
 
 
 def run(words: Sequence[str]) -> None:

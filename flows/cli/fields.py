@@ -110,7 +110,7 @@ def from_here(field: str, text: str) -> str:
         return reward_file.absolute_server(text, Path.cwd())
     if field == INSPECT:
         file, mark, task = text.partition("@")
-        return os.path.abspath(Path(file).expanduser()) + mark + task if file.endswith(".py") else text
+        return os.path.abspath(os.path.expanduser(file)) + mark + task if file.endswith(".py") else text
     if field == SETS:
         return _set_from_here(text)
     if field == SOURCES:

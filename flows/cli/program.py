@@ -55,7 +55,8 @@ ratchet quickstart                                          one whole step of a 
 ratchet run --preset arithmetic --num_steps 20              a training run in this terminal
 ratchet runs                                                what there is, and how far it came"""
 EXIT_CODES = (
-    "Exit codes: 0 success; 1 the work failed; 2 wrong input, said in one line `error: ...` on stderr; 130 interrupted by Ctrl-C."
+    "Exit codes: 0 success; 1 the work failed; 2 wrong input, said in one line `error: ...` on stderr; 130, 143 or 129 interrupted by "
+    "Ctrl-C, SIGTERM or a closed terminal."
 )
 
 

@@ -40,10 +40,12 @@ def with_prefect(preset: str | None = None) -> Iterator[None]:
     """
     from prefect.settings import temporary_settings
 
+    from flows.cli import interrupts
     from infra.services import servers
     from tasks.support.flow_runs import made_from
 
     log_to_terminal()
+    interrupts.in_flows()
     with temporary_settings(client_settings(servers.ensure_prefect())), progress(), made_from(preset):
         yield
 

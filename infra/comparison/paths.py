@@ -5,10 +5,12 @@
 <output>/{benchmark_report.txt, benchmark_report.md, benchmark_combined.json, vllm_metrics.json, sglang_metrics.json, logs/, charts/}
 """
 
+import os
 from pathlib import Path
 
 from infra.comparison.config import Backend, Block, ComparisonConfig
 from infra.settings import Settings, settings
+from infra.store.files import folder_of_user
 from infra.store.layout import Workspace
 
 
@@ -29,12 +31,12 @@ def adapter_folder(digest: str, version: int) -> Path:
 
 
 def output_folder(config: ComparisonConfig) -> Path:
-    return Path(config.output).expanduser().absolute()
+    return folder_of_user("output", config.output)
 
 
 def machine_for(config: ComparisonConfig, backend: Backend) -> Settings:
     """Return the settings of this machine with the options of one engine in them: its port, its interpreter."""
     changes: dict[str, object] = {"engine_port": config.port(backend)}
     if config.python(backend) != "auto":
-        changes[f"{backend}_python"] = Path(config.python(backend)).expanduser().absolute()
+        changes[f"{backend}_python"] = Path(os.path.expanduser(config.python(backend))).absolute()
     return Settings.model_validate(dict(settings()) | changes)

@@ -3,6 +3,7 @@
 READY holds the data and the reward of published sets.
 """
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,7 +63,7 @@ def asks_own_rows(config: "RunConfig", asked: EvaluationSet) -> bool:
     source = given.get("source", config.evaluation.source)
     if source is None and not given.get("sources"):
         return config.data.is_single_file or config.data.hold_out or bool(config.data.sources)
-    found, trained = (Path(path or "").expanduser().resolve() for path in (source, config.data.source))
+    found, trained = (Path(os.path.expanduser(path or "")).resolve() for path in (source, config.data.source))
     return config.data.is_single_file and found == trained
 
 

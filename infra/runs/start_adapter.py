@@ -6,6 +6,7 @@ runs/<run>/adapters/000000/   the adapter's own file of weights, byte for byte; 
 
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def check(config: RunConfig) -> None:
     source = config.trainer.lora.start_from
     if source is None or replay.origin_of(config.name):  # a replay's adapter was copied from the run that it replays
         return
-    folder = Path(source).expanduser()
+    folder = Path(os.path.expanduser(source))
     if (started := _start_of(config.name)) is not None:
         _check_unchanged(config.name, folder, started)
         return
@@ -109,7 +110,7 @@ def _check_fields(folder: Path, about: dict[str, Any], lora: LoraConfig) -> None
 
 def _adopt(config: RunConfig, base: BaseModelRef, target: Path) -> None:
     """Make the folder of version 0, whole or not at all. Its canary is the trainer's own, computed on the CPU."""
-    source = Path(str(config.trainer.lora.start_from)).expanduser()
+    source = Path(os.path.expanduser(str(config.trainer.lora.start_from)))
     staging = fresh_folder(target.with_name("start.partial"))
     start = Start(source=str(source), **_digests(source))
     shutil.copyfile(source / ADAPTER_WEIGHTS, staging / ADAPTER_WEIGHTS)

@@ -113,6 +113,16 @@ def verified_for_engine(adapter: AdapterVersion) -> Path:
     return verified_adapter(adapter)
 
 
+def folder_of_user(name: str, path: str | Path) -> Path:
+    """Return a folder to write to as a user named it, `~` expanded. Raises ValueError for another user's that is not known; else the folder
+    `~name` would be made where the command runs."""
+    if (found := os.path.expanduser(path)).startswith("~"):
+        raise ValueError(
+            f"{name} {found!r}: there is no user {found[1:].partition('/')[0]!r} here; give a folder such as /data/mine"
+        )
+    return Path(found).absolute()
+
+
 def write(path: Path, data: bytes, *, syncs: bool = True) -> Path:
     """Write a file atomically. It is on the disk when this returns; without syncs, as in `write_by`.
 

@@ -2270,6 +2270,46 @@ BREAKAGES = (
         "list",
         "tests/infra/gateway/test_session.py::test_the_bytes_of_a_part_of_a_character_are_not_known",
     ),
+    Breakage(
+        "1 transaction",
+        "the second SIGTERM of `timeout`, or of a closed terminal, cuts the ending of a command short",
+        "flows/cli/interrupts.py",
+        "if _come and number != signal.SIGINT:",
+        "if False:",
+        "tests/flows/cli/test_interrupts.py::test_what_comes_twice_as_of_timeout_cuts_no_ending_short",
+    ),
+    Breakage(
+        "1 transaction",
+        "SIGTERM in a step is called a crash, and the command does not say what is kept",
+        "flows/cli/interrupts.py",
+        "engine._prefect_sigterm_handler = take",
+        "pass",
+        "tests/flows/cli/test_interrupts.py::test_in_a_step_of_a_run_in_a_shell[15]",
+    ),
+    Breakage(
+        "1 transaction",
+        "a run ends when the reader of its lines ends, or its terminal is closed",
+        "flows/cli/app.py",
+        "    output.install()\n",
+        "",
+        "tests/flows/cli/test_output.py::test_work_goes_on_when_its_terminal_was_closed",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "the databases of a workspace whose path has a ? lie outside of it, and two such workspaces share them",
+        "infra/settings.py",
+        'if sign in "?#%" or',
+        "if",
+        "tests/flows/cli/test_refusals.py::test_a_workspace_whose_databases_would_lie_outside_it_is_refused",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "a base model with a number that is NaN or infinite is trained",
+        "infra/megatron/model/base_weights.py",
+        "if not all(bound.isfinite() for bound in part.aminmax()):",
+        "if False:",
+        "tests/infra/megatron/model/test_experts.py::test_a_base_model_with_a_number_that_is_not_finite_is_named",
+    ),
 )  # fmt: skip
 
 

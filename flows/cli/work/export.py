@@ -21,6 +21,7 @@ def export(run: str, /, *, adapter: Adapter = "best", what: What = "adapter", to
     from flows.cli.terminal import console, log_to_terminal
     from infra.config import ExportConfig
     from infra.runs.run_state import config_of
+    from infra.store.files import folder_of_user
     from infra.store.layout import run_folder
     from tasks.evaluations.find_adapter import named_version
     from tasks.runs import finish_run
@@ -31,7 +32,7 @@ def export(run: str, /, *, adapter: Adapter = "best", what: What = "adapter", to
     if found.weights is None:
         raise ValueError(f"adapter {adapter} of run {run!r} is the base model {config.model} itself: there is nothing to export")
     default = run_folder(run) / ("export" if adapter in ("best", "latest") else f"export-{found.version:06d}")
-    folder = to.expanduser().absolute() if to else default
+    folder = folder_of_user("--to", to) if to else default
     finish_run.check_free(folder)
     finish_run.export(ExportConfig(what=what), found, folder)
     for name in ("adapter", "merged") if what == "merged" else ("adapter",):

@@ -28,6 +28,7 @@ def replay(
 ) -> None:
     from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
 
+    from flows.cli import interrupts
     from flows.cli.session import client_settings, results_settings
     from flows.cli.terminal import console, log_to_terminal, progress
     from flows.replay import replay_step
@@ -36,6 +37,7 @@ def replay(
 
     changes = list(chosen.changes)
     log_to_terminal()
+    interrupts.in_flows()
     server = servers.living(servers.PREFECT)
     if server is None:
         prefect_address.given()

@@ -1,6 +1,7 @@
 """The section `data`: where prompts come from, and which rows of a data set are meant."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -95,7 +96,7 @@ class DataConfig(ConfigBase):
     @property
     def template_file(self) -> Path | None:
         """The Jinja file in place of the model's chat template; None: there is none."""
-        return None if self.template in ("chat", "raw") else Path(self.template).expanduser()
+        return None if self.template in ("chat", "raw") else Path(os.path.expanduser(self.template))
 
     @property
     def template_variables(self) -> dict[str, object]:

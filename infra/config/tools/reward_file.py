@@ -1,6 +1,7 @@
 """Names of rewards that are functions in a user's file: `/home/me/mine.py:score`. In a configuration the path is absolute."""
 
 import ast
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,7 +93,7 @@ def absolute_server(text: str, folder: Path) -> str:
 
 
 def _resolved(path: Path, folder: Path) -> Path:
-    return (folder / path.expanduser()).resolve()
+    return (folder / os.path.expanduser(path)).resolve()
 
 
 def _only_reward(name: str, path: Path) -> str:

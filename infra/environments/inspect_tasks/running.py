@@ -1,6 +1,7 @@
 """The flow's side of the program that runs a task of inspect-ai."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ def named(task: str) -> str:
         return task
     if not name:
         raise ValueError(f"inspect task {task!r}: name one task of the file, {file}@TASK")
-    path = Path(file).expanduser().absolute()
+    path = Path(os.path.expanduser(file)).absolute()
     if not path.is_file():
         raise ValueError(f"inspect task {task!r}: there is no file {path}")
     return f"{path}{sign}{name}"

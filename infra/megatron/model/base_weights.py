@@ -47,6 +47,10 @@ class Checkpoint:
         return self.files[name].get_slice(name)
 
 
+class UnusableBase(ValueError):
+    """A base model holds numbers that are NaN or infinite."""
+
+
 @torch.no_grad()
 def load_base(model: nn.Module, folder: Path, a: Architecture, layout: "ParallelContext") -> None:
     """Load every parameter of a model that has no adapters yet. Those without elements are left: see infra.megatron.checkpoint.shared_experts."""
@@ -55,9 +59,17 @@ def load_base(model: nn.Module, folder: Path, a: Architecture, layout: "Parallel
 
 @torch.no_grad()
 def load(parameters: Mapping[str, Tensor], folder: Path, a: Architecture, layout: "ParallelContext") -> None:
-    """Load these parameters, by Megatron's names."""
-    for _, part, value in _parts(parameters, folder, a, layout):
+    """Load these parameters, by Megatron's names.
+
+    Raises:
+        UnusableBase: if one is NaN or infinite, in the files or as this type; names it. In a row of a rare token it would show late.
+    """
+    for name, part, value in _parts(parameters, folder, a, layout):
         part.copy_(value)
+        if not all(bound.isfinite() for bound in part.aminmax()):  # NaN is passed on; makes no mask of the part's size
+            raise UnusableBase(
+                f"the base model in {folder} holds NaN or infinite numbers, in what Megatron calls {name}, as {part.dtype}: fetch or make it again"
+            )
 
 
 @torch.no_grad()

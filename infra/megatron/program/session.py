@@ -95,7 +95,11 @@ class TrainerSession:
             self.place = parallel.start(job)
             self.net = model.build(a, job.trainer, self.place)
         with phases.measured("load"):
-            base_weights.load_base(self.net, job.model_path, a, self.place)
+            try:
+                base_weights.load_base(self.net, job.model_path, a, self.place)
+            except base_weights.UnusableBase:
+                self.net = None  # no later job trains with it
+                raise
         self.made_for = job
         if self.stays:
             # Modules and model are kept. A collection that scans all of them takes 0.2 s and holds Python's lock, at every sleep.

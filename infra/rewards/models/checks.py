@@ -1,5 +1,6 @@
 """A reward model's folder: where it is, whether it can score, and which digest it has. Without torch."""
 
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ def folder_of(config: RewardModelConfig) -> Path:
 
 @cache
 def _located(path: str, revision: str | None) -> Path:
-    if Path(path).expanduser().is_dir() and revision:
+    if Path(os.path.expanduser(path)).is_dir() and revision:
         raise ValueError(
             f"reward.model.revision {revision!r} with the folder {path!r}: only a hub id has revisions, leave it out"
         )

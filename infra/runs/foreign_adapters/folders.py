@@ -42,8 +42,8 @@ def check_base(field: str, folder: Path, about: dict[str, Any], model: str) -> N
         ValueError: for another base model than the run's.
     """
     named, base = str(about.get("base_model_name_or_path") or ""), base_model.reference(model)
-    if Path(named).expanduser().is_dir() and named:
-        is_other = base_model.digest(Path(named).expanduser()) != base.sha256
+    if Path(os.path.expanduser(named)).is_dir() and named:
+        is_other = base_model.digest(Path(os.path.expanduser(named))) != base.sha256
     else:
         is_hub_id = named.count("/") == 1 and not named.startswith((".", "/", "~"))
         is_other = named not in (base_model.lasting_name(base), model) and (

@@ -8,6 +8,7 @@ It is an adapter version of a run `judge-<digest>` that has no steps. So an engi
 
 import hashlib
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ def prepared(judge: JudgeConfig, base: BaseModelRef) -> AdapterVersion:
 
 
 def _folder(judge: JudgeConfig) -> Path:
-    return Path(judge.adapter).expanduser()
+    return Path(os.path.expanduser(judge.adapter))
 
 
 def _about(folder: Path) -> dict[str, Any]:  # Any: JSON

@@ -1,4 +1,4 @@
-"""Ctrl-C on a command: one line, exit code 130, no traceback, at whatever moment it comes."""
+"""Ctrl-C, SIGTERM and a closed terminal: one line, exit code 128 and the signal's number, no traceback, at whatever moment they come."""
 
 import os
 import signal
@@ -38,12 +38,12 @@ def command(workspace: Path, *arguments: str, program: Sequence[str] = RATCHET, 
     )
 
 
-def said_after_ctrl_c(running: "subprocess.Popen[str]", when: Callable[[], bool]) -> str:
-    """The whole output; the interrupt comes when the moment is there."""
+def said_after(number: int, running: "subprocess.Popen[str]", when: Callable[[], bool]) -> str:
+    """The last line of the output; the signal comes when the moment is there."""
     assert becomes(when, within_s=240), running.communicate(timeout=1)
-    running.send_signal(signal.SIGINT)
+    running.send_signal(number)
     output, _ = running.communicate(timeout=120)
-    assert running.returncode == 130, output
+    assert running.returncode == 128 + number, output
     assert "Traceback" not in output and "KeyboardInterrupt" not in output and "Crash detected" not in output
     lines = [line for line in output.splitlines() if line.startswith("interrupted")]
     assert len(lines) == 1 and output.splitlines()[-1] == lines[0], output
@@ -56,12 +56,44 @@ def options(config: RunConfig) -> list[str]:
     return [f"--{field}={value}" for field, value in fields.items()]
 
 
-@pytest.mark.parametrize("name", ["run", "quickstart", "compare-engines"])
-def test_while_modules_are_imported(tmp_path: Path, name: str) -> None:
-    (tmp_path / "prefect.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("run", signal.SIGINT),
+        ("run", signal.SIGTERM),
+        ("run", signal.SIGHUP),
+        ("quickstart", signal.SIGINT),
+        ("compare-engines", signal.SIGINT),
+    ],
+)
+def test_while_modules_are_imported(tmp_path: Path, name: str, number: int) -> None:
+    (tmp_path / "prefect.py").write_text(f"import os, time\nos.kill(os.getpid(), {int(number)})\ntime.sleep(60)\n")
     running = command(tmp_path, name, PYTHONPATH=str(tmp_path))
     output, _ = running.communicate(timeout=60)
-    assert (running.returncode, output.strip()) == (130, "interrupted before anything was started")
+    assert (running.returncode, output.strip()) == (128 + number, "interrupted before anything was started")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_comes_twice_as_of_timeout_cuts_no_ending_short(tmp_path: Path, number: int) -> None:
+    (tmp_path / "ending.py").write_text(
+        "import os, time\nfrom flows.cli import interrupts\n"
+        f"def main():\n    try:\n        os.kill(os.getpid(), {int(number)})\n        time.sleep(60)\n    finally:\n"
+        f"        os.kill(os.getpid(), {int(number)})\n        print('ended its programs')\n"
+        "interrupts.install()\ninterrupts.run(main)\n"
+    )
+    running = command(tmp_path, program=(sys.executable, "-m", "ending"), PYTHONPATH=f"{CHECKOUT}:{tmp_path}")
+    output, _ = running.communicate(timeout=60)
+    assert (running.returncode, output.split("\n\n")[0]) == (128 + number, "ended its programs")
+
+
+def test_nohup_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "hung_up.py").write_text(
+        "import os, signal\nfrom flows.cli import interrupts\ninterrupts.install()\n"
+        "interrupts.run(lambda: (os.kill(os.getpid(), signal.SIGHUP), print('went on')))\n"
+    )
+    running = command(tmp_path, program=("nohup", sys.executable, "-m", "hung_up"), PYTHONPATH=f"{CHECKOUT}:{tmp_path}")
+    output, _ = running.communicate(timeout=60)
+    assert (running.returncode, output.splitlines()[-1]) == (0, "went on")
 
 
 def test_a_second_one_ends_a_command_that_is_still_ending_its_programs_at_once(tmp_path: Path) -> None:
@@ -112,12 +144,13 @@ def test_stop_interrupts_a_second_time_what_does_not_end(workspace: Path, monkey
     assert running.wait(10) == -signal.SIGINT and "one" in heard.read_text()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.usefixtures("prefect_server", "ends_programs")
-def test_in_a_step_of_a_run_in_a_shell(scripted: RunConfig, workspace: Path) -> None:
+def test_in_a_step_of_a_run_in_a_shell(scripted: RunConfig, workspace: Path, number: int) -> None:
     url = PREFECT_API_URL.value()
     assert url
     running = command(workspace, "run", "--preset", "smoke", "--name", "shell", *options(scripted), PREFECT_API_URL=url)
-    line = said_after_ctrl_c(running, (workspace / "runs/shell/steps/000000/train/job.json").exists)
+    line = said_after(number, running, (workspace / "runs/shell/steps/000000/train/job.json").exists)
     assert "run shell has stopped, 0 of its steps are committed" in line
     assert "`ratchet run --preset smoke --name shell --model=" in line and "`ratchet down`" in line
 
@@ -131,7 +164,7 @@ def test_in_quickstart_the_line_says_that_the_flow_run_goes_on(
     ports = {"RATCHET_PREFECT_PORT": str(FIRST_PORT + 80), "RATCHET_ENGINE_PORT": str(FIRST_PORT + 180)}
     try:
         running = command(workspace, "quickstart", "--run", "quick", *options(scripted), **ports)
-        line = said_after_ctrl_c(running, (workspace / "runs/quick/steps/000000/train/job.json").exists)
+        line = said_after(signal.SIGINT, running, (workspace / "runs/quick/steps/000000/train/job.json").exists)
         assert "goes on in the worker" in line and "goes on with run quick" in line
         flow_run = line.partition("flow run ")[2].split()[0]
         with prefect_api.api_client(servers.ensure_prefect()) as client:

@@ -353,3 +353,24 @@ def test_a_store_s_folder_that_is_not_there_is_wrong_input(workspace: Path) -> N
     refused(
         command(workspace, "runs", "--store", f"{workspace}/nowhere"), f"store {workspace}/nowhere does not exist: give a folder"
     )
+
+
+@pytest.mark.parametrize("sign", ["?", "#", "%", "\n"])
+def test_a_workspace_whose_databases_would_lie_outside_it_is_refused(tmp_path: Path, sign: str) -> None:
+    workspace = tmp_path / f"run{sign}1"
+    refused(command(workspace, "runs"), f"RATCHET_WORKSPACE: {str(workspace)!r} holds {sign!r}: name a folder without")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "beginning"),
+    [
+        (["run", "--trainer.lora.start_from", "~nobody-here/x"], "trainer.lora.start_from: ~nobody-here/x is no folder"),
+        (["run", "--reward.name", "~nobody-here/x.py:score"], "reward file "),
+    ],
+    ids=lambda words: words[-2] if isinstance(words, list) else "",
+)
+def test_the_folder_of_a_user_that_is_not_here_is_named(
+    workspace: Path, random_tiny: Path, words: list[str], beginning: str
+) -> None:
+    refused(command(workspace, *words, "--model", str(random_tiny)), beginning)

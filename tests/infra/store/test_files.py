@@ -144,3 +144,9 @@ def test_a_workspace_with_too_little_room_is_refused(workspace: Path, monkeypatc
     settings.cache_clear()
     with pytest.raises(ValueError, match=rf"{workspace} has [\d.]+ GiB free, a step needs 1000000000\.0 GiB"):
         files.open_workspace()
+
+
+def test_the_folder_of_a_user_that_is_not_here_is_not_made_where_a_command_runs() -> None:
+    with pytest.raises(ValueError, match="--to '~nobody-here/x': there is no user 'nobody-here' here"):
+        files.folder_of_user("--to", "~nobody-here/x")
+    assert files.folder_of_user("--to", "~/x") == Path.home() / "x"

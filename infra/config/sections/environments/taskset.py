@@ -1,5 +1,6 @@
 """Names of tasksets of verifiers: an importable one, or the path of a package or file."""
 
+import os
 import re
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def path_of(taskset: str) -> Path | None:
 
 def absolute(taskset: str, folder: Path) -> str:
     """Return a taskset's name, with its whole path if it is a path: it has a slash, or is in the folder where the command runs."""
-    path = Path(taskset).expanduser()
+    path = Path(os.path.expanduser(taskset))
     return str(folder / path) if "/" in taskset and taskset else taskset
 
 

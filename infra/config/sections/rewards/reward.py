@@ -1,5 +1,6 @@
 """The section `reward`: which function scores the samples, and which model judges them."""
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -127,7 +128,7 @@ class JudgeConfig(ConfigBase):
     @property
     def rubric_file(self) -> Path | None:
         """The file with the rubric. None: the rubric is the text."""
-        return Path(self.rubric).expanduser() if self.rubric.endswith(RUBRIC_KINDS) and "\n" not in self.rubric else None
+        return Path(os.path.expanduser(self.rubric)) if self.rubric.endswith(RUBRIC_KINDS) and "\n" not in self.rubric else None
 
     @model_validator(mode="after")
     def _address_holds_no_secret(self) -> Self:

@@ -1,12 +1,15 @@
 """Experts in a few large products: the numbers of one expert after the other, whoever is idle."""
 
+import shutil
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from infra.config import LoraConfig
@@ -150,6 +153,22 @@ def test_experts_are_read_one_by_one_and_said(
             gate, up, down = (checkpoint[f"{name}{x}_proj.weight"][:] for x in ("gate", "up", "down"))
             assert torch.equal(experts.gate_up[e], torch.cat((gate, up)))  # type: ignore[index]
             assert torch.equal(experts.down[e], down)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.experts.3.up_proj.weight", "lm_head.weight"])
+def test_a_base_model_with_a_number_that_is_not_finite_is_named(
+    started: parallel.ParallelContext, new_job: Callable[..., Any], tmp_path: Path, name: str, wrong: float
+) -> None:
+    job = new_job("qwen3-moe").job
+    folder = Path(shutil.copytree(job.model_path, tmp_path / "model"))
+    path = next(path for path in folder.glob("*.safetensors") if name in load_file(path))
+    tensors = load_file(path)
+    tensors[name][5, 3] = wrong
+    save_file(tensors, path)
+    a = architecture.read_architecture(folder)
+    with pytest.raises(base_weights.UnusableBase, match=f"the base model in {folder} holds NaN or infinite numbers"):
+        base_weights.load_base(build(a, job.trainer, started), folder, a, started)
 
 
 def test_each_expert_has_adapters_of_its_own_by_its_hugging_face_name(train: Callable[..., Any]) -> None:
