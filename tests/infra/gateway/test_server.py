@@ -208,7 +208,7 @@ REFUSED = (
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "a part whose text is None, must be text"),
     ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict must be false"),
 )
-REFUSED_RESPONSES = (
+REFUSED_RESPONSES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"tools": 5}, "tools must be a list"),
     ({"instructions": ["Be brief."]}, "instructions is ['Be brief.'], must be text"),
     ({"input": [{"type": "reasoning", "content": "so"}]}, "input[0].content is 'so', must be a list of text parts"),
@@ -223,9 +223,9 @@ def test_what_is_not_served_is_refused_by_name_and_nothing_is_sampled(model_of: 
         for fields, message in REFUSED:
             status, answer = await post(asked(user("Hi")) | fields)
             assert (status, message in answer["error"]["message"]) == (400, True), (fields, answer)
-        for fields, message in REFUSED_RESPONSES:
-            status, answer = await post({"model": "policy", "input": "Hi"} | fields, "/responses")
-            assert (status, message in answer["error"]["message"]) == (400, True), (fields, answer)
+        for more, message in REFUSED_RESPONSES:
+            status, answer = await post({"model": "policy", "input": "Hi"} | more, "/responses")
+            assert (status, message in answer["error"]["message"]) == (400, True), (more, answer)
         for prompt in ([999_999], [2**63]):
             status, answer = await post({"model": "policy", "prompt": prompt}, "/completions")
             assert (status, answer["error"]["message"]) == (400, f"token id {prompt[0]} is not in the model's vocabulary")
