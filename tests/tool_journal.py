@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from infra.environments.tools import JOURNAL, CallJournal, ToolLimits
+from infra.environments.tools import CallJournal, ToolLimits, in_episode
 
 
 class Recorded(CallJournal):
@@ -25,8 +25,5 @@ class Recorded(CallJournal):
 def recorded(limits: ToolLimits | None = None) -> Iterator[Recorded]:
     """Have the tools that are called in the block on record, as in an episode."""
     journal = Recorded(limits or ToolLimits())
-    token = JOURNAL.set(journal)
-    try:
+    with in_episode(journal):
         yield journal
-    finally:
-        JOURNAL.reset(token)

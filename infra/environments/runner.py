@@ -24,7 +24,7 @@ from infra.environments.mcp.servers import McpServers
 from infra.environments.parts import AGENT, RESTART, STOP, STOPS, TURN
 from infra.environments.program import check_command, run_program
 from infra.environments.saving import packed, unpacked
-from infra.environments.tools import JOURNAL, CallJournal, ToolLimits
+from infra.environments.tools import JOURNAL, CallJournal, ToolLimits, in_episode
 from infra.rewards.loading import import_member
 
 LOADED = {"reward": 0.0}
@@ -125,8 +125,7 @@ def play(*, row: dict[str, Any]) -> dict[str, float]:
     if found is None:
         variables = {"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key, "OPENAI_MODEL": client.model}
         return _of_agent(run_program(episode.command, task, variables, episode.episode_timeout_s))
-    JOURNAL.set(journal)
-    with servers.for_episode():
+    with in_episode(journal), servers.for_episode():
         return _played(found, episode, client, snapshot)
 
 

@@ -11,10 +11,12 @@ takes too long, a result that is no JSON or too long, and a call that the model 
 
 import inspect
 import json
+import threading
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, get_type_hints, overload
 
@@ -54,6 +56,7 @@ class CallJournal:
     def __init__(self, base_url: str, api_key: str, limits: ToolLimits | None = None) -> None:
         self.base_url, self.api_key, self.limits = base_url, api_key, limits or ToolLimits()
         self.counts: Counter[str] = Counter()
+        self.lock = threading.Lock()
 
     def begin_episode(self) -> Message | None:
         """Return the snapshot from which it goes on; None: it begins. Raises OutcomeUnknown if it may not begin again after a worker was lost."""
@@ -73,8 +76,9 @@ class CallJournal:
             OutcomeUnknown: if the call must not be made.
         """
         words = json.dumps([name, arguments], sort_keys=True)
-        occurrence = self.counts[words]
-        self.counts[words] += 1
+        with self.lock:
+            occurrence = self.counts[words]
+            self.counts[words] += 1
         fields = {"name": name, "arguments": arguments, "occurrence": occurrence, "idempotent": is_idempotent}
         return self._sent("/tool_calls", fields)
 
@@ -96,8 +100,22 @@ class CallJournal:
 
 
 JOURNAL: ContextVar[CallJournal | None] = ContextVar("journal", default=None)
-"""Of the episode under way; None outside of episodes, where a tool is a plain function."""
+"""Of the episode under way; None outside of episodes, where a tool is a plain function, and in threads without a context."""
+_EPISODE: list[CallJournal] = []
+"""Of the episode that this process plays: a thread that an environment started by itself has no context, and its calls are the episode's too."""
 KEY: ContextVar[str] = ContextVar("key", default="")
+
+
+@contextmanager
+def in_episode(journal: CallJournal) -> Iterator[None]:
+    """Have the calls of tools in the block on record, in all threads."""
+    token = JOURNAL.set(journal)
+    _EPISODE.append(journal)
+    try:
+        yield
+    finally:
+        _EPISODE.remove(journal)
+        JOURNAL.reset(token)
 
 
 def call_key() -> str:
@@ -141,7 +159,7 @@ class Tool:
         Raises:
             OutcomeUnknown: if it must not be called again.
         """
-        if (journal := JOURNAL.get()) is None:
+        if (journal := JOURNAL.get() or next(iter(_EPISODE), None)) is None:
             return self.function(*positional, **named)
         arguments = self.bound(positional, named)
         call = journal.begin(self.name, arguments, self.is_idempotent)

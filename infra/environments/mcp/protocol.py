@@ -66,6 +66,8 @@ class McpConnection:
             found += map(_listed, page["tools"])
             if not (cursor := page.get("nextCursor")):
                 break
+        else:
+            raise McpFailed(f"lists its tools on more than {MAX_PAGES} pages")
         if not found:
             raise McpFailed("lists no tools")
         return found

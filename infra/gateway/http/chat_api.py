@@ -43,7 +43,7 @@ def chat_chunks(answer: TurnAnswer, fields: Fields, model: str, text: TokenText,
     deltas += [{"tool_calls": [call]} for call in calls]
     head = _envelope(answer, model, created, "chat.completion.chunk")
     for number, delta in enumerate(deltas):
-        logprobs = whole["logprobs"] if number == 1 else None
+        logprobs = whole["logprobs"] if number == min(1, len(deltas) - 1) else None  # also of an answer without text
         yield head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs}]}
     yield head | {"choices": [{"index": 0, "delta": {}, "finish_reason": whole["finish_reason"], "logprobs": None}]}
     if fields.has_usage_chunk:

@@ -30,7 +30,10 @@ def generate_query(session: Session, fields: Fields) -> Query:
         raise BadRequest(
             f"logprobs is {found.content['logprobs']!r:.40}, it must be 1: only the sampled tokens' log-probabilities are known"
         )
-    if others := set(found.content.get("stop_token_ids") or ()) - session.limits.stop_token_ids:
+    stops = found.content.get("stop_token_ids") or []
+    if not isinstance(stops, list) or any(type(token) is not int for token in stops):
+        raise BadRequest(f"stop_token_ids is {stops!r:.60}, must be a list of token ids")
+    if others := set(stops) - session.limits.stop_token_ids:
         raise BadRequest(f"stop_token_ids has {sorted(others)}, which end no answer of this model: leave them out")
     return session.tokens_query(tokens, found.max_tokens)
 

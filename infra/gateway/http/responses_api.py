@@ -20,9 +20,12 @@ def response_query(session: Session, fields: Fields) -> Query:
         if not before:
             raise BadRequest(f"previous_response_id {earlier!r:.60} is no response of this session")
     if instructions := content.get("instructions"):
-        before = [ChatMessage("system", str(instructions)), *(before[1:] if before and before[0].role == "system" else before)]
+        if not isinstance(instructions, str):
+            raise BadRequest(f"instructions is {instructions!r:.60}, must be text")
+        before = [ChatMessage("system", instructions), *(before[1:] if before and before[0].role == "system" else before)]
     messages = [*before, *messages_from_json(_messages(content.get("input")))]
-    tools = tools_from_json([_tool(number, tool) for number, tool in enumerate(content.get("tools") or [])])
+    listed = content.get("tools")
+    tools = tools_from_json([_tool(number, tool) for number, tool in enumerate(listed)] if isinstance(listed, list) else listed)
     return session.query(messages, tools if fields.offers_tools else [], fields.max_tokens)
 
 
@@ -43,7 +46,7 @@ def _messages(items: object) -> list[Json]:
                 _of_assistant(messages, "content")["content"] = item.get("content")
             case "reasoning":
                 # None where its content is left out, which is no change of it.
-                _of_assistant(messages, "reasoning_content")["reasoning_content"] = _reasoning(item) or None
+                _of_assistant(messages, "reasoning_content")["reasoning_content"] = _reasoning(number, item) or None
             case "function_call":
                 call = {"id": item.get("call_id"), "function": {"name": item.get("name"), "arguments": item.get("arguments")}}
                 _of_assistant(messages).setdefault("tool_calls", []).append(call)
@@ -68,8 +71,11 @@ def _of_assistant(messages: list[Json], without: str = "") -> Json:
     return messages[-1]
 
 
-def _reasoning(item: Mapping[str, Any]) -> str:
-    return "".join(str(part.get("text", "")) for part in item.get("content") or [])
+def _reasoning(number: int, item: Mapping[str, Any]) -> str:
+    parts = item.get("content") or []
+    if not isinstance(parts, list) or not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
+        raise BadRequest(f"input[{number}].content is {parts!r:.60}, must be a list of text parts")
+    return "".join(part["text"] for part in parts)
 
 
 def _tool(number: int, tool: object) -> object:

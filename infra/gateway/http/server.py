@@ -267,6 +267,8 @@ def _digest(key: str) -> bytes:
 async def _body(request: web.Request) -> object:
     try:
         return orjson.loads(await request.read())
+    except web.HTTPRequestEntityTooLarge:
+        raise BadRequest(f"the request has more than {MAX_REQUEST_BYTES} bytes: send fewer") from None
     except orjson.JSONDecodeError as error:
         raise BadRequest(f"the request is no JSON: {error}") from None
 

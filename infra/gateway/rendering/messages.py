@@ -22,11 +22,13 @@ class ToolCall(NamedTuple):
 
     @property
     def parsed(self) -> Any:  # JSON
-        """The arguments as JSON, or as they are where they are none."""
+        """The arguments as JSON, or as they are where they are none, or none that a text can hold."""
         try:
-            return json.loads(self.arguments)
-        except ValueError:
+            found = json.loads(self.arguments)
+            json.dumps(found, ensure_ascii=False).encode()
+        except (ValueError, RecursionError):
             return self.arguments
+        return found
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,9 @@ def _text(where: str, content: object, *, may_be_empty: bool) -> str:
             if not isinstance(part, Mapping) or part.get("type") not in ("text", "input_text", "output_text"):
                 kind = part.get("type") if isinstance(part, Mapping) else part
                 raise BadRequest(f"{where}.content has a part of type {kind!r:.40}: only text is supported")
-        return "".join(str(part.get("text", "")) for part in content)
+            if not isinstance(part.get("text"), str):
+                raise BadRequest(f"{where}.content has a part whose text is {part.get('text')!r:.40}, must be text")
+        return "".join(part["text"] for part in content)
     raise BadRequest(f"{where}.content is {content!r:.60}, must be text or a list of text parts")
 
 

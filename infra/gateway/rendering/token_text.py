@@ -8,6 +8,9 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
+MAX_TOKENS = 1 << 31
+"""More than any vocabulary has."""
+
 
 class SpecialToken(NamedTuple):
     text: str
@@ -57,6 +60,10 @@ class TokenText:
             else:  # neighbours are one text: a token may reach over their border
                 text = "".join(piece for piece in group if isinstance(piece, str))
                 yield list(self._plain.encode(text, add_special_tokens=False).ids)
+
+    def unknown(self, tokens: Iterable[int]) -> int | None:
+        """The first of these that is no token of the vocabulary; None: all are."""
+        return next((token for token in tokens if token >= MAX_TOKENS or self._plain.id_to_token(token) is None), None)
 
     def raw_ids(self, text: str) -> list[int]:
         """Of a text that an agent rendered itself: special tokens in it are special tokens."""

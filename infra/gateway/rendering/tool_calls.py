@@ -26,7 +26,8 @@ def llama_calls(text: str, call_ids: str) -> tuple[str, tuple[ToolCall, ...]]:
 def _call(call_id: str, text: str, arguments: str, *, may_have_none: bool = True) -> ToolCall | None:
     try:
         found: Any = json.loads(text)
-    except ValueError:
+        json.dumps(found, ensure_ascii=False).encode()  # the escape of half a character is JSON, and in no text
+    except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return None

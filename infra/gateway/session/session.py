@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from infra.engines.interface import TurnRequest
 from infra.gateway.rendering.interface import ConversationRenderer, Tools
-from infra.gateway.rendering.messages import ChatMessage
+from infra.gateway.rendering.messages import BadRequest, ChatMessage
 from infra.gateway.session.counts import SessionCounts
 from infra.gateway.session.records import TurnRecord, tokens_digest
 from infra.gateway.session.tracks import WITHOUT_MESSAGES, Point, Track, point_of, text_point_of, tokens_point_of
@@ -168,7 +168,10 @@ class Session:
 
     def tokens_query(self, tokens: list[int], max_tokens: int | None) -> Query:
         point = tokens_point_of(self._continued, tokens)
-        rest = self.renderer.text.decode_all(tokens[point.end.num_tokens if point else 0 :])
+        new = tokens[point.end.num_tokens if point else 0 :]
+        if (unknown := self.renderer.text.unknown(new)) is not None:  # no engine takes one, and some end with it
+            raise BadRequest(f"token id {unknown} is not in the model's vocabulary")
+        rest = self.renderer.text.decode_all(new)
         return self._without_messages(point, tokens, rest, max_tokens)
 
     def _without_messages(self, point: Point | None, prompt: list[int], rest: str, max_tokens: int | None) -> Query:

@@ -18,7 +18,7 @@ from tool_journal import recorded
 
 from infra.config.sections.environments.mcp import McpServerSpec
 from infra.environments.mcp import servers as mcp
-from infra.environments.mcp.protocol import McpFailed
+from infra.environments.mcp.protocol import McpConnection, McpFailed
 from infra.environments.mcp.servers import McpServers, mcp_tools
 from infra.environments.tools import Message, ToolLimits, answers_of
 
@@ -188,3 +188,18 @@ def test_what_is_no_server_is_refused_in_one_line(text: str, problem: str) -> No
         McpServerSpec.parse(text)
     assert "hidden" not in str(caught.value) and "\n" not in str(caught.value)
     assert os.linesep not in str(caught.value)
+
+
+def test_a_list_of_tools_without_an_end_is_refused() -> None:
+    class Endless:
+        def request(self, message: Message, timeout_s: float) -> Message:
+            tool = {"name": f"t{message['id']}", "inputSchema": {}}
+            result = {"protocolVersion": "2025-06-18", "tools": [tool], "nextCursor": "more"}
+            return {"jsonrpc": "2.0", "id": message["id"], "result": result}
+
+        def notify(self, message: Message, timeout_s: float) -> None: ...
+
+        def close(self) -> None: ...
+
+    with pytest.raises(McpFailed, match="lists its tools on more than 100 pages"):
+        McpConnection(Endless(), 1.0).tools()

@@ -147,6 +147,13 @@ def test_a_tool_that_takes_too_long_has_an_error_as_its_result(make: Make) -> No
     assert time.monotonic() - begin < 50
 
 
+def test_a_call_in_a_thread_of_the_environments_own_is_on_record() -> None:
+    with recorded() as journal:
+        in_a_thread(lambda: assert_equal(search("a", limit=1), ["a"]))
+    assert journal.results == [(["a"], False)]
+    assert search("a", limit=1) == ["a"] and len(journal.results) == 1
+
+
 def assert_equal(found: object, expected: object) -> None:
     assert found == expected
 

@@ -16,8 +16,11 @@ from infra.engines import open_engine
 from infra.engines.scripted import fault_path
 from infra.environments.program import run_program
 from infra.failures import EngineUnavailable, WrongAnswer
+from infra.gateway.http import server
 from infra.gateway.http.server import Gateway, OpenSession
 from infra.gateway.rendering.admission import renderer_of
+from infra.gateway.rendering.messages import ToolCall
+from infra.gateway.rendering.tool_calls import hermes_calls
 from infra.gateway.session.records import TurnRecord
 from infra.gateway.session.session import Episode, TurnLimits
 from infra.records import AdapterVersion, BaseModelRef
@@ -203,7 +206,17 @@ REFUSED = (
     ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role is 'robot'"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "part of type 'image_url'"),
     ({"messages": [{"role": "assistant", "content": "x"}]}, "the last message is the assistant's"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "a part whose text is None, must be text"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict must be false"),
 )
+REFUSED_RESPONSES: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"tools": 5}, "tools must be a list"),
+    ({"instructions": ["Be brief."]}, "instructions is ['Be brief.'], must be text"),
+    ({"input": [{"type": "reasoning", "content": "so"}]}, "input[0].content is 'so', must be a list of text parts"),
+    ({"input": [{"type": "reasoning", "content": [5]}]}, "input[0].content is [5], must be a list of text parts"),
+)
+HALF_CHARACTER = '{"name": "add", "arguments": {"a": "\\ud800"}}'
+"""JSON that no text can hold."""
 
 
 def test_what_is_not_served_is_refused_by_name_and_nothing_is_sampled(model_of: MakeModel, workspace: Path) -> None:
@@ -211,12 +224,60 @@ def test_what_is_not_served_is_refused_by_name_and_nothing_is_sampled(model_of: 
         for fields, message in REFUSED:
             status, answer = await post(asked(user("Hi")) | fields)
             assert (status, message in answer["error"]["message"]) == (400, True), (fields, answer)
+        for more, message in REFUSED_RESPONSES:
+            status, answer = await post({"model": "policy", "input": "Hi"} | more, "/responses")
+            assert (status, message in answer["error"]["message"]) == (400, True), (more, answer)
+        for prompt in ([999_999], [2**63]):
+            status, answer = await post({"model": "policy", "prompt": prompt}, "/completions")
+            assert (status, answer["error"]["message"]) == (400, f"token id {prompt[0]} is not in the model's vocabulary")
         assert (await post(asked(user("Hi")) | {"model": "gpt"}))[0] == 404
         assert (await post(asked(user("Hi")), path="/embeddings"))[0] == 404
         assert (await post(asked(user("Hi")), key="guess"))[0] == 401
         assert (await post(asked(user("Hi"), n=1, stop=None, temperature=1.0, tool_choice="none", user="me")))[0] == 200
 
     assert served(model_of("ChatML"), agent).session.counts.turns == 1
+
+
+def test_a_request_that_is_too_long_is_refused_in_openais_form(
+    model_of: MakeModel, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_REQUEST_BYTES", 1000)
+
+    async def agent(opened: OpenSession, post: Post) -> None:
+        status, answer = await post(asked(user("far " * 3000)))
+        assert (status, answer["error"]["message"]) == (400, "the request has more than 1000 bytes: send fewer")
+
+    served(model_of("ChatML"), agent)
+
+
+@pytest.mark.parametrize("call", [HALF_CHARACTER, '{"name": "\\udc00", "arguments": {}}', "[" * 1500])
+def test_a_call_that_no_text_can_hold_stays_in_the_answer(call: str, model_of: MakeModel, workspace: Path) -> None:
+    assert hermes_calls(f"<tool_call>{call}</tool_call>", "c") == (f"<tool_call>{call}</tool_call>", ())
+    if len(call) > 1000:
+        return
+
+    async def agent(opened: OpenSession, post: Post) -> None:
+        status, answer = await post(asked(user(f"<say><tool_call>{call}</tool_call></say>"), tools=[TOOL]))
+        assert (status, answer["choices"][0]["message"]["content"]) == (200, f"<tool_call>{call}</tool_call>")
+
+    served(model_of("Qwen2.5"), agent)
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', "[" * 100_000])
+def test_arguments_that_no_text_can_hold_are_rendered_as_they_are(arguments: str) -> None:
+    assert ToolCall("c", "add", arguments).parsed == arguments
+
+
+def test_a_stream_without_text_has_its_log_probabilities(model_of: MakeModel, workspace: Path) -> None:
+    records: list[TurnRecord] = []
+
+    async def agent(opened: OpenSession, post: Post) -> None:
+        _, text = await post(asked(user("<say></say>"), stream=True, logprobs=True))
+        chunks = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line.startswith("data: {")]
+        found = [entry for chunk in chunks for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
+        assert [entry["logprob"] for entry in found] == records[0].output_logprobs
+
+    served(model_of("ChatML"), agent, records)
 
 
 def test_a_conversation_without_room_is_refused_as_too_long(model_of: MakeModel, workspace: Path) -> None:
