@@ -75,3 +75,25 @@ def random_tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder)
     random_model("tiny", tokenizer, 0).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Path:
+    """The model `tiny`, made in the checkout's own workspace, where later test runs find it. Its answers have 4 to 48 tokens."""
+    from infra.models import base_model
+
+    settings.cache_clear()
+    return base_model.locate("tiny")
+
+
+@pytest.fixture
+def ends_real_programs(workspace: Path) -> Iterator[None]:
+    """The workers, the engine and the trainer that a test has started end with it."""
+    from infra.engines.server import server_process
+    from infra.rewards import client
+    from infra.trainers import resident
+
+    yield
+    client.close_all()
+    server_process.stop_recorded()
+    resident.stop_recorded()

@@ -1,5 +1,6 @@
 """What several test modules and drills need; on the path as `shared`."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import psutil
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from types import ModuleType
 
     from infra.config import RunConfig
     from infra.records import AdapterVersion
@@ -66,6 +68,31 @@ def write_zero_weights(folder: "Path") -> None:
 
     weights = {name: np.zeros(shape, np.float16) for name, shape in base_shapes(read_architecture(folder)).items()}
     safetensors.numpy.save_file(weights, folder / "model.safetensors")
+
+
+def load_module(path: "Path") -> "ModuleType":
+    """Import a file that belongs to no package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def in_sglang(program: str, *arguments: "Path") -> str:
+    """Run Python code in SGLang's environment, on one thread; gives what it printed."""
+    from infra.settings import settings
+
+    done = subprocess.run(
+        [str(settings().sglang_python), "-W", "ignore", "-c", program, *map(str, arguments)],
+        env={"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 def becomes(claim: Callable[[], bool], within_s: float = 20) -> bool:
@@ -191,6 +218,14 @@ def write_interpreter(
     python.write_text(f'#!/bin/sh\ncase "$1" in */read_versions.py) {say};; esac\nshift {num_words_less}\nexec {program} "$@"\n')
     python.chmod(0o755)
     return python
+
+
+def untrained_adapter(model: "Path") -> "AdapterVersion":
+    """Version 0 of run `r`: the base model in the folder."""
+    from infra.records import AdapterVersion, BaseModelRef
+
+    base = BaseModelRef(id=str(model), sha256="0" * 64)
+    return AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
 
 
 def written_adapter(adapter_config: str) -> "AdapterVersion":

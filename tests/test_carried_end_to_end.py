@@ -3,29 +3,23 @@
 Which episodes are stopped, and in which turn, is a matter of the game and not of time: the episodes of two prompts wait for the end of the rollout,
 and those of the others wait until these do. One more group is stopped wherever it is, as all groups but it are complete first."""
 
-import importlib.util
 import json
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from count_turns import counts_of
 
 from flows.presets import calculator
 from flows.run import rl_run
 from infra.config import CorrectionConfig, EnvironmentConfig, EvaluationConfig, RunConfig
 from infra.data import prompts
-from infra.engines.server import server_process
-from infra.models import base_model
-from infra.rewards import client
 from infra.runs.manifest import Manifest, read_manifest
 from infra.settings import settings
 from infra.store.files import path_of, read_json, read_json_lines
 from infra.store.layout import StepFolder, run_folder
 from infra.store.samples import Sample, read_samples, trajectory_of
-from infra.trainers import resident
 from infra.trajectories.segments import Segment
 
 NUM_PROMPTS, NUM_SPARE, GROUP_SIZE, TURNS = 4, 3, 3, 3
@@ -67,28 +61,6 @@ class Game:
 """Of the three episodes of a slow prompt one is not stopped, one is after its first turn and one after its second."""
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1800)]
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Path:
-    settings.cache_clear()
-    return base_model.locate("tiny")
-
-
-@pytest.fixture
-def ends_programs(workspace: Path) -> Iterator[None]:
-    yield
-    client.close_all()
-    server_process.stop_recorded()
-    resident.stop_recorded()
-
-
-def bench(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"benches/{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def config_of(tiny: Path, folder: Path) -> RunConfig:
@@ -149,7 +121,7 @@ def on_record(step: int) -> tuple[dict[str, list[dict[str, Any]]], dict[str, lis
     return under_way, finished
 
 
-@pytest.mark.usefixtures("prefect_server", "ends_programs")
+@pytest.mark.usefixtures("prefect_server", "ends_real_programs")
 def test_stopped_episodes_are_finished_in_the_next_step_and_each_turn_keeps_the_adapter_that_sampled_it(
     tiny: Path, workspace: Path
 ) -> None:
@@ -182,11 +154,13 @@ def test_stopped_episodes_are_finished_in_the_next_step_and_each_turn_keeps_the_
         len(line["output_tokens"]) for line in chain(*under_way.values(), *finished.values())
     )
     # The batch has these log-probabilities, counted without our code.
-    counts = [bench("count_turns").counts_of(run_folder("r") / f"steps/{step:06d}") for step in range(2)]
+    counts = [counts_of(run_folder("r") / f"steps/{step:06d}") for step in range(2)]
     assert [(c["unsampled_trained_tokens"], c["of_another_adapter"]) for c in counts] == [(0, 0)] * 2
     assert [c["carried_turns"] for c in counts] == [0, sum(map(len, chain(under_way.values(), finished.values())))]
     # And transformers with PEFT gives each turn the log-probability that it has by the adapter which its segment names.
-    figures = list(bench("oracle").steps(run_folder("r"), tiny, 2))
+    import oracle  # imports torch
+
+    figures = list(oracle.steps(run_folder("r"), tiny, 2))
     print(json.dumps(figures))
     assert [each["num_older"] for each in figures] == [0, second.rollouts.num_older_tokens]
     assert all(each["max_logprob_diff"] < 1e-3 and each["update_error_of_others"] < 1e-4 for each in figures)

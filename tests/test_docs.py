@@ -1,20 +1,15 @@
 """README and docs: links lead somewhere, commands say which machine they need, sentences stay short, words are the field's."""
 
 import ast
-import importlib.util
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import house
 import pytest
 
 from infra.settings import CHECKOUT
-
-spec = importlib.util.spec_from_file_location("house", CHECKOUT / "tests/benches/house.py")
-assert spec and spec.loader
-house = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(house)
 
 PAGES: list[Path] = house.pages()
 ALL_PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]

@@ -1,21 +1,16 @@
 """Commands in README and docs: the program `ratchet` takes each of them, and each deployment that they start is there."""
 
-import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import house
 import pytest
 import yaml
 
 from flows.cli import program
 from infra.settings import CHECKOUT
-
-spec = importlib.util.spec_from_file_location("house", CHECKOUT / "tests/benches/house.py")
-assert spec and spec.loader
-house = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(house)
 
 PAGES: list[Path] = house.pages()
 BLOCK = re.compile(r"^ *```bash[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)

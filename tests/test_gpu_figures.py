@@ -1,12 +1,11 @@
 """What the scripts of tests/gpu compute without a GPU: sums over a trace, files of block sizes."""
 
-import importlib.util
 import os
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from shared import DENSE_7B
+from shared import DENSE_7B, load_module
 
 from infra.config import DataConfig, RunConfig
 from infra.data.prompts import tokenized
@@ -19,11 +18,7 @@ SHAPE = parse_architecture(DENSE_7B)
 
 
 def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, CHECKOUT / "tests/gpu" / f"{name}.py")
-    assert spec and spec.loader
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    return load_module(CHECKOUT / "tests/gpu" / f"{name}.py")
 
 
 def kernel(name: str, begin_us: float, end_us: float) -> dict[str, object]:

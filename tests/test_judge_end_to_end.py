@@ -1,6 +1,5 @@
 """A second model that judges, with the real SGLang twice and the real trainer: what it says in its turn it says alone too."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -22,7 +21,6 @@ from infra.store.layout import JUDGE, Workspace, run_folder
 from infra.store.samples import read_samples
 from infra.tiny_model.architecture import random_model
 from infra.tiny_model.tokenizer import train_tokenizer
-from infra.trainers import resident
 from tasks.rewards.by_engine import asker
 from tasks.rewards.by_judge_server import version_of
 
@@ -36,13 +34,6 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder)
     random_model("tiny", tokenizer, 1).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture
-def ends_programs(workspace: Path) -> Iterator[None]:
-    yield
-    server_process.stop_recorded()
-    resident.stop_recorded()
 
 
 def config_of(model: Path, judge: Path) -> RunConfig:
@@ -78,7 +69,7 @@ def said_alone(config: RunConfig, keys: list[str], requests: list[JudgeRequest])
     return [each.text for each in answers if isinstance(each, JudgeAnswer)], golden
 
 
-@pytest.mark.usefixtures("prefect_server", "ends_programs")
+@pytest.mark.usefixtures("prefect_server", "ends_real_programs")
 def test_the_whole_protocol_runs_in_a_step_and_the_judge_says_what_it_says_alone(
     random_tiny: Path, judge: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,5 @@
 """Partial rollouts with the real SGLang and the real trainer: what the engine says of an answer that went on, the trainer says too."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,32 +8,16 @@ from flows.presets import smoke
 from flows.run import rl_run
 from infra.config import CorrectionConfig, EvaluationConfig
 from infra.engines.server import server_process
-from infra.models import base_model
 from infra.runs.manifest import read_manifest
 from infra.settings import settings
 from infra.store.files import path_of, read_json
 from infra.store.layout import run_folder
 from infra.store.samples import read_samples
-from infra.trainers import resident
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module")
-def tiny() -> Path:
-    """Its answers have 4 to 48 tokens."""
-    settings.cache_clear()
-    return base_model.locate("tiny")  # made in the checkout's own workspace, where later test runs find it
-
-
-@pytest.fixture
-def ends_programs(workspace: Path) -> Iterator[None]:
-    yield
-    server_process.stop_recorded()
-    resident.stop_recorded()
-
-
-@pytest.mark.usefixtures("prefect_server", "ends_programs")
+@pytest.mark.usefixtures("prefect_server", "ends_real_programs")
 def test_answers_of_the_real_engine_go_on_in_the_next_step_and_the_trainer_agrees_with_every_token(tiny: Path) -> None:
     """The learning rate is next to nothing: both adapters are the base model, and a token that lost its place would be seen. Half of the
     groups are aborted, some of their answers under way and some in SGLang's queue: by such SGLang itself never unloads the adapter."""

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +33,6 @@ from infra.store.files import fresh_folder, path_of, read_json, write
 from infra.store.journal import GrowingJournal
 from infra.store.layout import StepFolder, Workspace, step_folder
 from infra.store.samples import Sample, read_samples
-from infra.trainers import resident
 from infra.trainers.resident import PersistentTrainer
 from tasks.draw_prompts import draw_prompts
 from tasks.roll_out import roll_out
@@ -55,13 +53,6 @@ PATIENCE_S = 1200
 def mixture() -> Path:
     settings.cache_clear()
     return base_model.locate("tiny-moe")  # made in the checkout's own workspace, where later test runs find it
-
-
-@pytest.fixture
-def ends_engine(workspace: Path) -> Iterator[None]:
-    yield
-    server_process.stop_recorded()
-    resident.stop_recorded()
 
 
 def config_of(mixture: Path) -> RunConfig:
@@ -144,7 +135,7 @@ def replayed(config: RunConfig, model: Path, samples: list[Sample]) -> tuple[Ten
     return torch.stack(seen, 1), owners
 
 
-@pytest.mark.usefixtures("ends_engine")
+@pytest.mark.usefixtures("ends_real_programs")
 def test_the_trainer_replays_the_engine_s_routes_in_every_row_and_a_killed_rollout_keeps_them(mixture: Path) -> None:
     config = config_of(mixture)
     adapter = base_version(config)

@@ -70,20 +70,22 @@ def followed(path: Path, on_line: Callable[[str], None], poll_s: float = 0.5) ->
     done = threading.Event()
     position = path.stat().st_size if path.exists() else 0
 
-    def follow() -> None:
+    def pass_on(*, is_last: bool) -> None:
         nonlocal position
-        while True:
-            ending = done.wait(poll_s)
-            if path.exists():
-                with path.open("rb") as stream:
-                    stream.seek(position)
-                    found = stream.read()
-                whole = found if ending else found[: found.rfind(b"\n") + 1]
-                position += len(whole)
-                for line in whole.decode(errors="replace").splitlines():
-                    on_line(line)
-            if ending:
-                return
+        if not path.exists():
+            return
+        with path.open("rb") as stream:
+            stream.seek(position)
+            appended = stream.read()
+        whole = appended if is_last else appended[: appended.rfind(b"\n") + 1]
+        position += len(whole)
+        for line in whole.decode(errors="replace").splitlines():
+            on_line(line)
+
+    def follow() -> None:
+        while not done.wait(poll_s):
+            pass_on(is_last=False)
+        pass_on(is_last=True)
 
     # in the caller's context: the lines belong to the task that requested them
     thread = threading.Thread(target=contextvars.copy_context().run, args=(follow,), daemon=True)

@@ -29,16 +29,17 @@ def shown(work: Work) -> Iterator[None]:
     if not console.is_terminal:
         with as_lines(work):
             yield
-    elif work.has_bar:
+        return
+    if work.has_bar:
         yield
-    else:
-        with DISPLAY.open(console) as bar:
-            row = Bar(work, bar)
-            try:
-                with looked_at(row.look, LOOK_EVERY_S):
-                    yield
-            finally:
-                row.remove()
+        return
+    with DISPLAY.open(console) as bar:
+        row = Bar(work, bar)
+        try:
+            with looked_at(row.look, LOOK_EVERY_S):
+                yield
+        finally:
+            row.remove()
 
 
 @contextmanager

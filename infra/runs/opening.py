@@ -50,20 +50,22 @@ def check_begun(config: RunConfig, nothing_committed: str = "leave") -> ValueErr
     Raises:
         ValueError: for a run that cannot continue.
     """
-    path, made = RunFolder.of(config.name).config, lineage.committed_steps(config.name)
-    if made:
-        check_goes_on(read_manifest(step_folder_of(config.name, made[-1])).config, config)
-    elif path.exists():
-        cure = "remove it: the run has committed nothing and begins again"
-        begun = read_record(path, RunConfig, cure=cure)
-        if begun.name != config.name:
-            raise ValueError(f"{path} is the configuration of run {begun.name!r}, not of {config.name!r}; {cure}")
-        try:
-            check_goes_on(begun, config)
-        except ValueError as difference:
-            if replay.origin_of(config.name) or nothing_committed == "refuse":
-                raise
-            return difference
+    path, committed = RunFolder.of(config.name).config, lineage.committed_steps(config.name)
+    if committed:
+        check_goes_on(read_manifest(step_folder_of(config.name, committed[-1])).config, config)
+        return None
+    if not path.exists():
+        return None
+    cure = "remove it: the run has committed nothing and begins again"
+    begun = read_record(path, RunConfig, cure=cure)
+    if begun.name != config.name:
+        raise ValueError(f"{path} is the configuration of run {begun.name!r}, not of {config.name!r}; {cure}")
+    try:
+        check_goes_on(begun, config)
+    except ValueError as difference:
+        if replay.origin_of(config.name) or nothing_committed == "refuse":
+            raise
+        return difference
     return None
 
 

@@ -4,9 +4,8 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from infra.concurrency.deadline import NO_DEADLINE, Deadline
@@ -75,35 +74,50 @@ def _judged(
     work: JudgedWork | None,
     deadline: Deadline | None,
 ) -> list[Sample]:
-    asked = {prompt.prompt_id: prompt for prompt in prompts}
+    by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    prompt_of_each = [by_id[sample.prompt_id] for sample in samples]
     by_function, functions = [], config.called
     deadline = (deadline or Deadline(config.task_timeout_s)).begin()
-    with progress.work("scoring", len(functions) * len(samples), "samples") as shown, ExitStack() as stack:
-        scores = (
-            stack.enter_context(open_journal(config, journal, inputs)) if outside(config) or config.uses_reward_model else None
-        )
+    needs_journal = bool(outside(config)) or config.uses_reward_model
+    with (
+        progress.work("scoring", len(functions) * len(samples), "samples") as shown,
+        open_journal(config, journal, inputs) if needs_journal else nullcontext() as scores,
+    ):
         for function in functions:
-            found = _Collected(config, function.name, samples, [asked[sample.prompt_id] for sample in samples], stops=stops)
+            collected = _Collected(config, function.name, samples, prompt_of_each, shown, stops=stops)
+            _call(config, function, collected, scores, work and work._replace(deadline=deadline), deadline)
+            collected.check()
+            by_function.append(collected.in_order())
+    outcomes = [combined(config, of_functions) for of_functions in zip(*by_function, strict=True)]
+    return [
+        replace(sample, reward=result.reward, reward_parts=result.parts, unjudged=result.reason)
+        for sample, result in zip(samples, outcomes, strict=True)
+    ]
 
-            def take(index: int, result: Outcome, found: _Collected = found) -> None:
-                shown.done += 1
-                found.add(index, result)
 
-            if function.name in rewards.BUILT_IN:
-                _call_here(function, found, take)
-            elif function.name in JUDGED_BY_MODEL:
-                assert work, "a model judges for a run"
-                by_model.judge(config, function.name, samples, found.prompts, take, work._replace(deadline=deadline))
-            elif function.name == REWARD_MODEL:
-                assert scores
-                by_reward_model.call(config, samples, found.prompts, take, scores, deadline)
-            else:
-                assert scores
-                call_outside(config, function, samples, found.prompts, scores, take, deadline)
-            found.check()
-            by_function.append(found.in_order())
-    found_all = list(map(partial(combined, config), zip(*by_function, strict=True)))
-    return [_with(sample, result) for sample, result in zip(samples, found_all, strict=True)]
+def _call(
+    config: RewardConfig,
+    function: RewardFunction,
+    collected: "_Collected",
+    scores: ScoreJournal | None,
+    work: JudgedWork | None,
+    deadline: Deadline,
+) -> None:
+    """Have one function judge all samples."""
+    samples, prompts, take = collected.samples, collected.prompts, collected.add
+    if function.name in rewards.BUILT_IN:
+        # Perf: a built-in reward is pure and takes microseconds, so it is called in this process (docs/results/rewards.md).
+        for index, (sample, prompt) in enumerate(zip(samples, prompts, strict=True)):
+            take(index, called(function, question=prompt.question, completion=sample.text, answer=prompt.answer))
+    elif function.name in JUDGED_BY_MODEL:
+        assert work, "a model judges for a run"
+        by_model.judge(config, function.name, samples, prompts, take, work)
+    elif function.name == REWARD_MODEL:
+        assert scores
+        by_reward_model.call(config, samples, prompts, take, scores, deadline)
+    else:
+        assert scores
+        call_outside(config, function, samples, prompts, scores, take, deadline)
 
 
 def combined(config: RewardConfig, results: Sequence[Outcome]) -> Outcome:
@@ -127,13 +141,22 @@ class _Collected:
     """The outcomes of samples as they come, in any order."""
 
     def __init__(
-        self, config: RewardConfig, name: str, samples: Sequence[Sample], prompts: Sequence[Prompt], *, stops: bool
+        self,
+        config: RewardConfig,
+        name: str,
+        samples: Sequence[Sample],
+        prompts: Sequence[Prompt],
+        shown: progress.Work,
+        *,
+        stops: bool,
     ) -> None:
         self.config, self.name, self.samples, self.prompts, self.stops = config, name, samples, prompts, stops
+        self.shown = shown
         self.outcomes: dict[int, Outcome] = {}
         self.unjudged: list[int] = []
 
     def add(self, index: int, result: Outcome) -> None:
+        self.shown.done += 1
         self.outcomes[index] = result
         if result.reward is None:
             self.unjudged.append(index)
@@ -164,18 +187,8 @@ class _Collected:
         return [self.outcomes[index] for index in range(len(self.samples))]
 
 
-def _with(sample: Sample, result: Outcome) -> Sample:
-    return replace(sample, reward=result.reward, reward_parts=result.parts, unjudged=result.reason)
-
-
 def _shown(text: str) -> str:
     return repr(text[:SHOWN_CHARACTERS]) + ("..." if len(text) > SHOWN_CHARACTERS else "")
-
-
-# Perf: a built-in reward is pure and takes microseconds, so it is called in this process (docs/results/rewards.md).
-def _call_here(function: RewardFunction, collected: _Collected, take: OnOutcome) -> None:
-    for index, (sample, prompt) in enumerate(zip(collected.samples, collected.prompts, strict=True)):
-        take(index, called(function, question=prompt.question, completion=sample.text, answer=prompt.answer))
 
 
 def called(function: RewardFunction, *, question: str, completion: str, answer: str) -> Outcome:

@@ -107,6 +107,7 @@ def sample_what_is_missing(
     if prompts.begun and not begun:
         log.warning("what step %d has begun was sampled by other versions of the engine: it begins again", prompts.step - 1)
     partial = partial_of(prompts, begun, asked, sampling, adapter)
+    to_carry_over = partial if switch is None else None
     engine = open_engine(engine_config, adapter)
 
     def write(samples: list[Sample]) -> None:
@@ -114,8 +115,8 @@ def sample_what_is_missing(
         folder.samples_inputs.unlink(missing_ok=True)
         with in_background(memory_usage.note, prompts.run, prompts.step, "inference"):
             write_samples(folder.samples, samples)
-            if partial is not None and switch is None:
-                write_samples(folder.left_over, [sample for _, sample in sorted(partial.left.items())])
+            if to_carry_over is not None:
+                write_samples(folder.left_over, [sample for _, sample in sorted(to_carry_over.left.items())])
         figures["memory_gib"] = engine.memory_in_use_gib()
 
     note_lost(folder.path)
@@ -134,14 +135,14 @@ def sample_what_is_missing(
         "%d samples, %d of them kept from earlier attempts; %d new output tokens in %.1f s",
         len(samples), how.num_kept, how.num_new_output_tokens, figures["seconds"],
     )  # fmt: skip
-    made: dict[str, object] = {"inputs": inputs, "file": record_of(folder.samples).model_dump(), ENGINE: ran.model_dump()}
-    if partial is not None and switch is None:
+    provenance: dict[str, object] = {"inputs": inputs, "file": record_of(folder.samples).model_dump(), ENGINE: ran.model_dump()}
+    if to_carry_over is not None:
         taken = {sample.prompt_id for sample in samples}
         others = tuple(prompt.prompt_id for prompt in asked if prompt.prompt_id not in taken)
         left = CarriedOver(
             prompts=prompts.file, prompt_ids=others, samples=record_of(folder.left_over), engine_versions=inputs[VERSIONS]
         )
-        made |= {"left_over": left.model_dump()}
-    write_json(folder.samples_inputs, made)
+        provenance["left_over"] = left.model_dump()
+    write_json(folder.samples_inputs, provenance)
     journal.remove()
     return samples

@@ -1,6 +1,5 @@
 """A sample of the drill: every part of a step is struck once or twice, and the step heals. The long form is `drill.py` without arguments."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -9,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from shared import FIRST_PORT
+from shared import FIRST_PORT, load_module
 
 from infra.settings import CHECKOUT
 
@@ -19,15 +18,11 @@ pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1600)]
 
 
 def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(HERE))  # as for a program of this folder
     try:
-        spec.loader.exec_module(module)
+        return load_module(HERE / f"{name}.py")
     finally:
         sys.path.remove(str(HERE))
-    return module
 
 
 matrix, tool_cells, drill_report = load("matrix"), load("tool_cells"), load("drill_report")

@@ -1,12 +1,12 @@
 """The figures of learning curves, from files as runs leave them; no run is made."""
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from learning_curves import configs, curves_of, page_of, publish, row_of
 from learning_picture import Curves, Point, mean_of
+from shared import load_module
 
 from flows.presets import preset
 from infra.config import RunConfig
@@ -104,11 +104,7 @@ def test_the_page_names_what_was_run() -> None:
 
 @pytest.fixture(scope="module")
 def gpu_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_learning", CHECKOUT / "tests/gpu/learning.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(CHECKOUT / "tests/gpu/learning.py")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from shared import untrained_adapter
 from turns import engine_dies_at
 
 from infra.config import EngineConfig, PlayedEnvironment, SamplingConfig
@@ -14,7 +15,7 @@ from infra.environments.carried import CarriedEpisodes, check_adapters
 from infra.environments.groups import WholeGroups
 from infra.environments.journal import FinishedEpisode
 from infra.failures import EngineUnavailable, WrongAnswer
-from infra.records import AdapterVersion, BaseModelRef, CarriedOver, File, PromptBatch, Rollouts
+from infra.records import AdapterVersion, CarriedOver, File, PromptBatch, Rollouts
 from infra.rewards import client
 from infra.rewards.outcome import Outcome
 from infra.runs.accounting import unused
@@ -126,8 +127,7 @@ def samples_of(record: Rollouts) -> list[Sample]:
 
 @pytest.fixture
 def steps(random_tiny: Path, workspace: Path, tmp_path: Path) -> Iterator[Steps]:
-    base = BaseModelRef(id=str(random_tiny), sha256="0" * 64)
-    first = AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+    first = untrained_adapter(random_tiny)
     weights = File(path="runs/r/adapters/000001/adapter_model.safetensors", sha256="1" * 64, num_bytes=1)
     found = Steps(tmp_path, workspace, (first, first.model_copy(update={"version": 1, "weights": weights})))
     found.write()

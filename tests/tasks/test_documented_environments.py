@@ -4,11 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
+from shared import untrained_adapter
 
 from infra.config import EngineConfig, PlayedEnvironment, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines.scripted import ScriptedEngine
-from infra.records import AdapterVersion, BaseModelRef, PromptBatch
+from infra.records import PromptBatch
 from infra.rewards import client
 from infra.settings import CHECKOUT
 from infra.store.files import path_of, record_of, write_json_lines
@@ -48,8 +49,7 @@ def test_an_environment_of_the_page_is_played(
 ) -> None:
     for file, content in files_of_the_page().items():
         (tmp_path / file).write_text(content)
-    base = BaseModelRef(id=str(random_tiny), sha256="0" * 64)
-    adapter = AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+    adapter = untrained_adapter(random_tiny)
     row = Prompt(0, 0, f"6 * 7? <say>{said}</say>", "6 * 7 = 42 #### 42", [4, 5, 6], 70)._asdict()
     path = write_json_lines(workspace / "runs/r/steps/000000/prompts.jsonl", [row])
     prompts = PromptBatch(run="r", step=0, file=record_of(path), num_prompts=1, dataset_fingerprint="f", first_row=0)

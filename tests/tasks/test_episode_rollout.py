@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from shared import untrained_adapter
 from turns import engine_dies_at
 
 from infra.config import EngineConfig, PlayedEnvironment, SamplingConfig
@@ -14,7 +15,7 @@ from infra.data.prompts import Prompt
 from infra.engines.scripted import ScriptedEngine
 from infra.environments import episodes as playing
 from infra.failures import EngineUnavailable, RewardFailed, WrongAnswer
-from infra.records import AdapterVersion, BaseModelRef, PromptBatch, Rollouts
+from infra.records import AdapterVersion, PromptBatch, Rollouts
 from infra.rewards import client
 from infra.store.files import path_of, read_json, record_of, write_json_lines
 from infra.store.layout import StepFolder
@@ -44,8 +45,7 @@ class Game:
 
 @pytest.fixture
 def adapter(random_tiny: Path) -> AdapterVersion:
-    base = BaseModelRef(id=str(random_tiny), sha256="0" * 64)
-    return AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+    return untrained_adapter(random_tiny)
 
 
 @pytest.fixture

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shared import untrained_adapter
 
 from infra.config import EngineConfig, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines.rollout_collector import RolloutCollector
 from infra.engines.scripted import ScriptedEngine
-from infra.records import AdapterSwitch, AdapterVersion, BaseModelRef, PromptBatch, Rollouts
+from infra.records import AdapterSwitch, AdapterVersion, PromptBatch, Rollouts
 from infra.runs.accounting import unused
 from infra.store.files import path_of, read_json, record_of, write, write_json_lines
 from infra.store.layout import StepFolder
@@ -32,8 +33,7 @@ class Killed(BaseException):
 
 @pytest.fixture
 def adapters(model_folder: Path, workspace: Path) -> tuple[AdapterVersion, AdapterVersion]:
-    base = BaseModelRef(id=str(model_folder), sha256="0" * 64)
-    old = AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+    old = untrained_adapter(model_folder)
     weights = record_of(write(workspace / "runs/r/adapters/000001/adapter_model.safetensors", b"weights"))
     return old, old.model_copy(update={"version": 1, "weights": weights})
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from judge_server import JudgeServer, Reply, judge_server
-from shared import becomes, sample
+from shared import becomes, sample, untrained_adapter
 
 from infra.concurrency.deadline import Deadline
 from infra.config import EvaluationConfig, RewardConfig, RunConfig
@@ -23,7 +23,7 @@ from infra.data.prompts import Prompt
 from infra.engines.journal import Journal
 from infra.failures import RewardFailed
 from infra.models import base_model
-from infra.records import AdapterVersion, BaseModelRef, PromptBatch
+from infra.records import AdapterVersion, PromptBatch
 from infra.rewards.judges.ledger import Ledger
 from infra.rewards.outcome import JUDGE_UNREADABLE, TIME_OUT
 from infra.settings import CHECKOUT
@@ -70,8 +70,7 @@ def batch_in(workspace: Path, **fields: bool | int) -> PromptBatch:
 
 
 def adapter_of(model_folder: Path) -> AdapterVersion:
-    base = BaseModelRef(id=str(model_folder), sha256="0" * 64)
-    return AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+    return untrained_adapter(model_folder)
 
 
 @contextmanager

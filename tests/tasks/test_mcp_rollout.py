@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from shared import untrained_adapter
 from turns import engine_dies_at
 
 from infra.config import EngineConfig, PlayedEnvironment, SamplingConfig
@@ -13,7 +14,7 @@ from infra.data.prompts import Prompt
 from infra.engines.scripted import ScriptedEngine
 from infra.environments import episodes
 from infra.failures import EngineUnavailable
-from infra.records import AdapterVersion, BaseModelRef, PromptBatch
+from infra.records import PromptBatch
 from infra.rewards import client
 from infra.store.files import path_of, read_json, record_of, write_json_lines
 from infra.store.samples import Sample, read_samples
@@ -45,8 +46,7 @@ def config_of(folder: Path, fault: str = "") -> PlayedEnvironment:
 
 @pytest.fixture
 def play(tmp_path: Path, workspace: Path, random_tiny: Path) -> Iterator[Play]:
-    base = BaseModelRef(id=str(random_tiny), sha256="0" * 64)
-    adapter = AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+    adapter = untrained_adapter(random_tiny)
     row = Prompt(0, 0, f"a seat? {CALL}", "7", [4, 5, 6], 70)._asdict()
     path = write_json_lines(workspace / "runs/r/steps/000000/prompts.jsonl", [row])
     prompts = PromptBatch(run="r", step=0, file=record_of(path), num_prompts=1, dataset_fingerprint="f", first_row=0)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from shared import untrained_adapter
 from turns import engine_dies_at
 
 from infra.config import EngineConfig, PlayedEnvironment, SamplingConfig
@@ -12,7 +13,7 @@ from infra.data.prompts import Prompt
 from infra.engines.scripted import ScriptedEngine
 from infra.environments.groups import WholeGroups
 from infra.failures import EngineUnavailable
-from infra.records import AdapterVersion, BaseModelRef, PromptBatch, Rollouts
+from infra.records import AdapterVersion, PromptBatch, Rollouts
 from infra.rewards import client
 from infra.store.files import path_of, read_json, record_of, write_json_lines
 from infra.store.samples import read_samples
@@ -38,8 +39,7 @@ ENGINE, SAMPLING = EngineConfig(kind="scripted"), SamplingConfig(group_size=2, m
 
 @pytest.fixture
 def adapter(random_tiny: Path, workspace: Path) -> Iterator[AdapterVersion]:
-    base = BaseModelRef(id=str(random_tiny), sha256="0" * 64)
-    yield AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+    yield untrained_adapter(random_tiny)
     ScriptedEngine.stop_in(workspace)
     client.close_all()
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from shared import untrained_adapter
 from turns import engine_dies_at
 
 from infra.config import EngineConfig, PlayedEnvironment, SamplingConfig
@@ -13,7 +14,7 @@ from infra.engines.scripted import ScriptedEngine
 from infra.environments import episodes as playing
 from infra.environments.examples import agent_program
 from infra.failures import EngineUnavailable
-from infra.records import AdapterVersion, BaseModelRef, PromptBatch
+from infra.records import PromptBatch
 from infra.rewards import client
 from infra.store.files import path_of, record_of, write_json_lines
 from infra.store.samples import Sample, read_samples
@@ -28,8 +29,7 @@ Play = Callable[..., list[Sample]]
 @pytest.fixture
 def play(workspace: Path, random_tiny: Path) -> Iterator[Play]:
     """Roll out one episode for each of two questions."""
-    base = BaseModelRef(id=str(random_tiny), sha256="0" * 64)
-    adapter = AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+    adapter = untrained_adapter(random_tiny)
     rows = [Prompt(n, n, text, "2 + 2 = 4\n#### 4", [4, 5, 6 + n], 70 + n)._asdict() for n, text in enumerate((WRONG, RIGHT))]
     path = write_json_lines(workspace / "runs/r/steps/000000/prompts.jsonl", rows)
     prompts = PromptBatch(run="r", step=0, file=record_of(path), num_prompts=2, dataset_fingerprint="f", first_row=0)

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from pydantic import ValidationError
 from reward_models import made
-from shared import becomes, sample
+from shared import becomes, sample, untrained_adapter
 
 from infra.config import EngineConfig, EvaluationConfig, RewardConfig, RunConfig
 from infra.config.tools.overrides import one_line
@@ -26,7 +26,7 @@ from infra.engines.scripted import ScriptedEngine
 from infra.failures import RewardFailed, classify
 from infra.models import base_model
 from infra.processes import gpu_lock, gpu_programs
-from infra.records import AdapterVersion, BaseModelRef, PromptBatch
+from infra.records import PromptBatch
 from infra.rewards.models import scorer, scoring
 from infra.rewards.models.batches import batches_of, tokens_of
 from infra.rewards.models.scorer import ScorerProgram
@@ -450,8 +450,7 @@ def sampled_in(workspace: Path, config: RewardConfig, llama: Path, during: Calla
     """A rollout whose scoring is not reached."""
     path = write_json_lines(workspace / "runs/r/steps/000000/prompts.jsonl", [each._asdict() for each in PROMPTS])
     batch = PromptBatch(run="r", step=0, file=record_of(path), num_prompts=4, dataset_fingerprint="f", first_row=0)
-    base = BaseModelRef(id=str(llama), sha256="0" * 64)
-    adapter = AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+    adapter = untrained_adapter(llama)
     with scored_ahead(RunConfig(name="r", reward=config), batch, adapter):
         during()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shared import untrained_adapter
 
 from infra.concurrency.gc_freeze import pass_over_what_is_here
 from infra.config import EngineConfig, SamplingConfig
@@ -15,7 +16,7 @@ from infra.engines.interface import RolloutMeasures
 from infra.engines.sampling import begun_by, inputs_key
 from infra.engines.scripted import ScriptedEngine
 from infra.failures import DigestMismatch, EngineUnavailable, WrongAnswer
-from infra.records import AdapterVersion, BaseModelRef, File, PromptBatch, Rollouts
+from infra.records import AdapterVersion, File, PromptBatch, Rollouts
 from infra.store.files import path_of, read_json, record_of, write_json_lines
 from infra.store.layout import StepFolder, step_folder
 from infra.store.samples import read_samples
@@ -28,8 +29,7 @@ ENGINE, SAMPLING = EngineConfig(kind="scripted"), SamplingConfig(group_size=3)
 
 @pytest.fixture
 def adapter(model_folder: Path) -> AdapterVersion:
-    base = BaseModelRef(id=str(model_folder), sha256="0" * 64)
-    return AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+    return untrained_adapter(model_folder)
 
 
 @pytest.fixture

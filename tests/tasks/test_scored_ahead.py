@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from shared import becomes, sample
+from shared import becomes, sample, untrained_adapter
 
 from infra.concurrency.deadline import Deadline
 from infra.config import RewardConfig, RunConfig
 from infra.data.prompts import Prompt
 from infra.engines.journal import Journal
 from infra.models import base_model
-from infra.records import AdapterVersion, BaseModelRef, PromptBatch
+from infra.records import AdapterVersion, PromptBatch
 from infra.rewards import client, scores
 from infra.settings import CHECKOUT
 from infra.store.files import record_of, write_json_lines
@@ -68,8 +68,7 @@ def config_in(folder: Path, body: str = "pass", **fields: float) -> RunConfig:
 
 
 def adapter_of(model_folder: Path) -> AdapterVersion:
-    base = BaseModelRef(id=str(model_folder), sha256="0" * 64)
-    return AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+    return untrained_adapter(model_folder)
 
 
 def calls_in(folder: Path) -> Counter[str]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from shared import untrained_adapter
 from turns import engine_dies_at
 
 from infra.config import EngineConfig, PlayedEnvironment, SamplingConfig
@@ -13,7 +14,7 @@ from infra.environments import episodes
 from infra.failures import EngineUnavailable, RewardFailed, WrongAnswer
 from infra.gateway.session.records import TurnJournal
 from infra.gateway.session.snapshots import SnapshotRecord
-from infra.records import AdapterVersion, BaseModelRef, PromptBatch
+from infra.records import PromptBatch
 from infra.rewards import client
 from infra.store.files import path_of, read_json, record_of, write_json_lines
 from infra.store.layout import StepFolder
@@ -62,8 +63,7 @@ Play = Callable[..., list[Sample]]
 @pytest.fixture
 def play(tmp_path: Path, workspace: Path, random_tiny: Path) -> Iterator[Play]:
     """Roll out two episodes of three turns, one after the other."""
-    base = BaseModelRef(id=str(random_tiny), sha256="0" * 64)
-    adapter = AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+    adapter = untrained_adapter(random_tiny)
     rows = [Prompt(n, n, "2 + 2?", str(n), [4, 5, 6 + n], 70 + n)._asdict() for n in range(2)]
     path = write_json_lines(workspace / "runs/r/steps/000000/prompts.jsonl", rows)
     prompts = PromptBatch(run="r", step=0, file=record_of(path), num_prompts=2, dataset_fingerprint="f", first_row=0)

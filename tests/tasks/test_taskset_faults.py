@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from shared import untrained_adapter
 from turns import engine_dies_at
 
 from infra.config import EngineConfig, PlayedEnvironment, SamplingConfig
@@ -13,7 +14,7 @@ from infra.data.prompts import Prompt
 from infra.engines.scripted import ScriptedEngine
 from infra.environments import episodes
 from infra.failures import EngineUnavailable, RewardFailed
-from infra.records import AdapterVersion, BaseModelRef, PromptBatch
+from infra.records import PromptBatch
 from infra.rewards import client
 from infra.store.files import path_of, record_of, write_json_lines
 from infra.store.samples import Sample, read_samples
@@ -30,8 +31,7 @@ def play(workspace: Path, random_tiny: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tasksets, "interpreter", lambda: Path(sys.executable))
     monkeypatch.setattr(episodes, "MARGIN_S", 0.0)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-    base = BaseModelRef(id=str(random_tiny), sha256="0" * 64)
-    adapter = AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+    adapter = untrained_adapter(random_tiny)
 
     def made(fault: str = "", **changes: object) -> Sample:
         task = {"prompt": TURN, "fault": fault, "done": str(workspace / "done"), **changes.pop("task", {})}  # type: ignore[dict-item]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from shared import untrained_adapter
 from turns import engine_dies_at
 
 from infra.config import EngineConfig, PlayedEnvironment, SamplingConfig
@@ -14,7 +15,7 @@ from infra.data.prompts import Prompt
 from infra.engines.scripted import ScriptedEngine
 from infra.environments import episodes
 from infra.failures import EngineUnavailable
-from infra.records import AdapterVersion, BaseModelRef, PromptBatch
+from infra.records import PromptBatch
 from infra.rewards import client
 from infra.settings import CHECKOUT
 from infra.store.files import path_of, read_json, record_of, write_json_lines
@@ -72,8 +73,7 @@ Play = Callable[..., list[Sample]]
 @pytest.fixture
 def play(workspace: Path, random_tiny: Path) -> Iterator[Play]:
     """Roll out one episode for each of the tasks, whose prompts are said to be others: what the engine without a model says is in them."""
-    base = BaseModelRef(id=str(random_tiny), sha256="0" * 64)
-    adapter = AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+    adapter = untrained_adapter(random_tiny)
 
     def made(taskset: str, *tasks: dict[str, object], **changes: object) -> list[Sample]:
         name = str(TASKSETS / taskset)

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+from shared import untrained_adapter
+
 from infra.config import EngineConfig, PlayedEnvironment, SamplingConfig
 from infra.data.prompts import Prompt
 from infra.engines.scripted import ScriptedEngine
-from infra.records import AdapterVersion, BaseModelRef, PromptBatch
+from infra.records import PromptBatch
 from infra.rewards import client
 from infra.store.files import path_of, read_json, record_of, write_json_lines
 from infra.store.samples import read_samples
@@ -15,8 +17,7 @@ CALL = '<say><tool_call>\n{"name": "calculate", "arguments": {"expression": "17 
 
 
 def test_a_models_tool_call_is_made_and_its_result_given_back(workspace: Path, random_tiny: Path) -> None:
-    base = BaseModelRef(id=str(random_tiny), sha256="0" * 64)
-    adapter = AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+    adapter = untrained_adapter(random_tiny)
     row = Prompt(0, 0, f"17 + 25? {CALL}", "#### 42", [4, 5, 6], 70)._asdict()
     path = write_json_lines(workspace / "runs/r/steps/000000/prompts.jsonl", [row])
     prompts = PromptBatch(run="r", step=0, file=record_of(path), num_prompts=1, dataset_fingerprint="f", first_row=0)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conversations import TAGS, TEMPLATES
+from shared import untrained_adapter
 from transformers import AutoTokenizer
 from turns import engine_dies_at
 
@@ -17,7 +18,7 @@ from infra.data.prompts import Prompt
 from infra.data.turns.credit import with_advantages
 from infra.engines.scripted import ScriptedEngine
 from infra.failures import EngineUnavailable
-from infra.records import AdapterVersion, BaseModelRef, PromptBatch, Rollouts
+from infra.records import PromptBatch, Rollouts
 from infra.rewards import client
 from infra.store.files import path_of, read_json, record_of, write_json_lines
 from infra.store.layout import StepFolder
@@ -80,8 +81,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def play(tmp_path: Path, workspace: Path, qwen3: Path) -> Iterator[Play]:
     """Roll out two episodes of each of two prompts; those of prompt n have 2 + n turns. Returns record, samples and measures."""
-    base = BaseModelRef(id=str(qwen3), sha256="0" * 64)
-    adapter = AdapterVersion(run="r", version=0, base=base, rank=8, alpha=16, target_modules=("q_proj",), seed=0)
+    adapter = untrained_adapter(qwen3)
     rows = [Prompt(n, n, "2 + 2?", str(n), [4, 5, 6 + n], 70 + n)._asdict() for n in range(2)]
     path = write_json_lines(workspace / "runs/r/steps/000000/prompts.jsonl", rows)
     prompts = PromptBatch(run="r", step=0, file=record_of(path), num_prompts=2, dataset_fingerprint="f", first_row=0)

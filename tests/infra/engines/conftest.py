@@ -1,12 +1,11 @@
 """Engines to test, each with a base model and adapters that it can serve."""
 
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from shared import write_interpreter
+from shared import load_module, write_interpreter
 
 from infra.config import EngineConfig
 from infra.engines.server import server_process
@@ -17,10 +16,7 @@ from infra.settings import settings
 from infra.store.files import record_of, write, write_json
 
 SERVERS = {kind: Path(__file__).with_name(f"scripted_{kind}_server.py") for kind in ("sglang", "vllm")}
-spec = importlib.util.spec_from_file_location("scripted_server", Path(__file__).with_name("scripted_server.py"))
-assert spec and spec.loader
-scripted_server = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(scripted_server)
+scripted_server = load_module(Path(__file__).with_name("scripted_server.py"))
 
 CANARY_TOKENS = [5, 6, 7, 8, 9, 10]
 MakeAdapter = Callable[[int], AdapterVersion]

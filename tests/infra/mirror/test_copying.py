@@ -1,6 +1,5 @@
 """Copies of a run in a real S3 server (moto) and in a folder: whole, once, in order, and continued on another machine."""
 
-import importlib.util
 import json
 import re
 import shutil
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import s3fs
-from shared import commit
+from shared import commit, load_module
 
 from infra.config import RunConfig
 from infra.failures import StoreRefused
@@ -25,10 +24,7 @@ from infra.store.files import new_id, read_json, write_json
 from infra.store.layout import RunFolder, adapter_folder, run_folder, step_folder_of
 from infra.tracking import mlflow_store, upload
 
-spec = importlib.util.spec_from_file_location("object_store", Path(__file__).with_name("object_store.py"))
-assert spec and spec.loader
-servers = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(servers)
+servers = load_module(Path(__file__).with_name("object_store.py"))
 
 RUN = "mine"
 URL = "s3://runs/team"

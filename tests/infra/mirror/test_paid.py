@@ -1,10 +1,10 @@
 """Paid answers of models that judge are in the copies of a run: with what they were paid for, once, and in the budget of the machine that goes on."""
 
-import importlib.util
 import logging
 from pathlib import Path
 
 import pytest
+from shared import load_module
 
 from infra.mirror.copying import waiting
 from infra.mirror.fetching import fetch
@@ -17,10 +17,7 @@ from infra.store.files import write, write_json
 from infra.store.layout import EVALUATION, PAID, RunFolder, StepFolder, run_folder
 from tasks.rewards.by_model import keep_paid
 
-spec = importlib.util.spec_from_file_location("under_way_tests", Path(__file__).with_name("test_under_way.py"))
-assert spec and spec.loader
-neighbours = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(neighbours)
+neighbours = load_module(Path(__file__).with_name("test_under_way.py"))
 RUN, here, folder, journal_of, make, under_way, fresh_settings = (
     getattr(neighbours, name) for name in ("RUN", "here", "folder", "journal_of", "make", "under_way", "fresh_settings")
 )

@@ -1,6 +1,5 @@
 """What a store refuses, and what is refused of a store, in one line: addresses, keys, folders, damaged files, runs of other machines."""
 
-import importlib.util
 import json
 import shutil
 import time
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import s3fs
+from shared import load_module
 
 from infra.config import RunConfig
 from infra.failures import StoreRefused
@@ -25,10 +25,7 @@ from infra.store.files import new_id, write_json
 from infra.store.layout import RunFolder, StepFolder, run_folder
 from infra.tracking import upload
 
-spec = importlib.util.spec_from_file_location("under_way_tests", Path(__file__).with_name("test_under_way.py"))
-assert spec and spec.loader
-under_way_tests = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(under_way_tests)
+under_way_tests = load_module(Path(__file__).with_name("test_under_way.py"))
 copying_tests = under_way_tests.neighbours
 RUN, here, make, begin = (getattr(copying_tests, name) for name in ("RUN", "here", "make", "begin"))
 folder, fresh_settings, journal_of = (getattr(under_way_tests, name) for name in ("folder", "fresh_settings", "journal_of"))

@@ -1,6 +1,5 @@
 """Copies of a step that is not committed: whole or not used, of one writer, removed after the commit, and continued on another machine."""
 
-import importlib.util
 import json
 import logging
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shared import becomes, sample
+from shared import becomes, load_module, sample
 
 from infra.engines.journal import Journal
 from infra.mirror import copying, remote
@@ -27,10 +26,7 @@ from infra.store.files import new_id, record_of, write_json
 from infra.store.layout import RunFolder, StepFolder, run_folder
 from infra.store.samples import read_samples, write_samples
 
-spec = importlib.util.spec_from_file_location("copying_tests", Path(__file__).with_name("test_copying.py"))
-assert spec and spec.loader
-neighbours = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(neighbours)
+neighbours = load_module(Path(__file__).with_name("test_copying.py"))
 RUN, URL, s3, store, here, make = (getattr(neighbours, name) for name in ("RUN", "URL", "s3", "store", "here", "make"))
 FENCE = {"adapter": "a"}
 NUM_ATTEMPTS = 10_000

@@ -1,7 +1,6 @@
 """Delivery to a real MLflow server that is killed, loses answers, answers late, or never: all of it arrives, in order, once."""
 
 import hashlib
-import importlib.util
 import os
 import shutil
 import signal
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 import shared
-from shared import FIRST_PORT
+from shared import FIRST_PORT, load_module
 
 from infra.config import RunConfig
 from infra.eval_records import Evaluation
@@ -31,10 +30,7 @@ from infra.store.files import new_id, read_json, write, write_json, write_note
 from infra.store.layout import Workspace, adapter_folder, run_folder
 from infra.tracking import mlflow_store, upload
 
-spec = importlib.util.spec_from_file_location("lossy_proxy", Path(__file__).with_name("lossy_proxy.py"))
-assert spec and spec.loader
-lossy = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(lossy)
+lossy = load_module(Path(__file__).with_name("lossy_proxy.py"))
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -1,18 +1,12 @@
 """The mend by itself; tests/test_partial_end_to_end.py has it in the real SGLang."""
 
 import asyncio
-import importlib.util
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-PROGRAM = Path(__file__).parents[4] / "infra/engines/launchers/sglang_abort_patch.py"
-spec = importlib.util.spec_from_file_location("sglang_abort_patch", PROGRAM)
-assert spec and spec.loader
-sglang_abort_patch = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sglang_abort_patch)
+from infra.engines.launchers import sglang_abort_patch
 
 
 class Manager:

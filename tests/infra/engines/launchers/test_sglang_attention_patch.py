@@ -1,8 +1,8 @@
 """SGLang's own attention on a CPU and the patched one, in SGLang's environment: the same bits."""
 
-import subprocess
+from shared import in_sglang
 
-from infra.settings import CHECKOUT, settings
+from infra.settings import CHECKOUT
 
 LAUNCHERS = CHECKOUT / "infra/engines/launchers"
 PROGRAM = """
@@ -43,13 +43,4 @@ print("the same")
 
 
 def test_sequences_of_equal_length_are_one_call_with_the_same_bits() -> None:
-    done = subprocess.run(
-        [str(settings().sglang_python), "-W", "ignore", "-c", PROGRAM, str(LAUNCHERS / "sglang_server.py")],
-        env={"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.endswith("the same\n")
+    assert in_sglang(PROGRAM, LAUNCHERS / "sglang_server.py").endswith("the same\n")

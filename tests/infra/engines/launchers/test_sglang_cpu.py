@@ -1,8 +1,8 @@
 """The launcher's arithmetic, in SGLang's own environment."""
 
-import subprocess
+from shared import in_sglang
 
-from infra.settings import CHECKOUT, settings
+from infra.settings import CHECKOUT
 
 PROGRAM = """
 import runpy, sys, torch
@@ -27,13 +27,5 @@ with torch.inference_mode():
 
 
 def test_a_row_s_product_does_not_depend_on_how_many_rows_there_are() -> None:
-    done = subprocess.run(
-        [str(settings().sglang_python), "-W", "ignore", "-c", PROGRAM, str(CHECKOUT / "infra/engines/launchers/sglang_cpu.py")],
-        env={"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split("\n")[:3] == ["mm []", "linear []", "addmm_ []"]
+    output = in_sglang(PROGRAM, CHECKOUT / "infra/engines/launchers/sglang_cpu.py")
+    assert output.split("\n")[:3] == ["mm []", "linear []", "addmm_ []"]

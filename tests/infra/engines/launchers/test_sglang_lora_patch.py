@@ -1,8 +1,8 @@
 """Stacked adapters of experts by SGLang's own loader and by the patched one, in SGLang's environment: the same bits in the same places."""
 
-import subprocess
+from shared import in_sglang
 
-from infra.settings import CHECKOUT, settings
+from infra.settings import CHECKOUT
 
 PROGRAM = """
 import sys, torch
@@ -35,13 +35,4 @@ print("the same")
 
 
 def test_stacked_experts_are_one_copy_with_the_same_bits() -> None:
-    done = subprocess.run(
-        [str(settings().sglang_python), "-W", "ignore", "-c", PROGRAM, str(CHECKOUT / "tests/gpu")],
-        env={"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.endswith("the same\n")
+    assert in_sglang(PROGRAM, CHECKOUT / "tests/gpu").endswith("the same\n")

@@ -1,9 +1,9 @@
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from shared import load_module
 
 PROGRAM = Path(__file__).parents[4] / "infra/engines/launchers/sglang_server.py"
 
@@ -12,11 +12,7 @@ PROGRAM = Path(__file__).parents[4] / "infra/engines/launchers/sglang_server.py"
 def program(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sys, "argv", ["sglang_server.py"])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    spec = importlib.util.spec_from_file_location("sglang_server", PROGRAM)
-    assert spec and spec.loader
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
-    return program
+    return load_module(PROGRAM)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """How memory of a GPU is named and mapped, with a driver of our own in the place of CUDA's: its functions have CUDA's signatures, by cuda.h."""
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from shared import load_module
 
 from infra.settings import CHECKOUT
 
@@ -65,11 +65,7 @@ except shared_experts.UnusableExperts as error:
 
 @pytest.fixture
 def launcher() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sglang_shared_experts", LAUNCHERS / "sglang_shared_experts.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(LAUNCHERS / "sglang_shared_experts.py")
 
 
 @pytest.mark.skipif(

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from shared import in_sglang
 from torch import Tensor, nn
 
 from infra.megatron.checkpoint.adapter_state import WEIGHTS, HostState
 from infra.megatron.lora.layers import Shard
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ENGINE_CONFIG, ENGINE_WEIGHTS
 from infra.megatron.protocol.optimizer_files import MOMENTS
-from infra.settings import CHECKOUT, settings
+from infra.settings import CHECKOUT
 from infra.store.digests import sha256_of
 
 READ_BY_SGLANG = """
@@ -81,15 +81,8 @@ def test_the_stacked_copy_has_the_values_of_the_adapter_and_is_read_by_sglang_as
     def read_by_sglang(engine_folder: Path) -> dict[str, Any]:
         model = shutil.copytree(made.job.model_path, tmp_path / "model", dirs_exist_ok=True)
         launcher = CHECKOUT / "infra/engines/launchers/sglang_cpu.py"
-        command = [str(settings().sglang_python), "-W", "ignore", "-c", READ_BY_SGLANG, str(launcher)]
-        done = subprocess.run(
-            [*command, str(model), str(folder_of_engine(folder, tmp_path)), str(engine_folder)],
-            capture_output=True,
-            text=True,
-            timeout=250,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return dict(json.loads(done.stdout.splitlines()[-1]))
+        output = in_sglang(READ_BY_SGLANG, launcher, model, folder_of_engine(folder, tmp_path), engine_folder)
+        return dict(json.loads(output.splitlines()[-1]))
 
     found = read_by_sglang((folder / ENGINE_WEIGHTS).parent)
     assert found["different"] == []
