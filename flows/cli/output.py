@@ -14,8 +14,8 @@ class Output(io.TextIOWrapper):
     """Stdout or stderr. From the first line on that cannot be written, what is printed is dropped."""
 
     def __init__(self, stream: TextIO) -> None:
-        encoding, is_buffered_by_line = stream.encoding, getattr(stream, "line_buffering", False)
-        super().__init__(stream.detach(), encoding=encoding, errors="backslashreplace", line_buffering=is_buffered_by_line)  # type: ignore[attr-defined]
+        encoding, how = stream.encoding, {name: getattr(stream, name, False) for name in ("line_buffering", "write_through")}
+        super().__init__(stream.detach(), encoding=encoding, errors="backslashreplace", **how)  # type: ignore[attr-defined, arg-type]
         self.failure: OSError | None = None
 
     def write(self, text: str) -> int:

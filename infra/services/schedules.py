@@ -12,15 +12,18 @@ Switches = dict[tuple[str, str], tuple[bool, dict[str, Any]]]
 
 @contextmanager
 def kept(api_url: str, work_pool: str) -> Iterator[None]:
-    """Restore all schedules of a work pool after the block to their state before it. New ones are left as they were created."""
+    """Restore all schedules of a work pool after the block to their state before it, with the parameters that they had, where prefect.yaml gives
+    none. New ones are left as they were created."""
     before = _switches(api_url, work_pool)
     yield
     now = _switches(api_url, work_pool)
     with api_client(api_url) as client:
         for (deployment, schedule), (active, parameters) in now.items():
-            was, _ = before.get((deployment, schedule), (active, parameters))
-            if was != active:  # Prefect 3.8.8 empties the parameters of a schedule that is changed without them
-                change = {"active": was, "parameters": parameters}
+            was, own = before.get((deployment, schedule), (active, parameters))
+            wanted = (was, parameters or own)
+            if wanted != (active, parameters):
+                # Both, since Prefect 3.8.8 empties the parameters of a schedule that is changed without them.
+                change = {"active": wanted[0], "parameters": wanted[1]}
                 asked(client, "PATCH", f"/deployments/{deployment}/schedules/{schedule}", change)
 
 

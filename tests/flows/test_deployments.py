@@ -320,14 +320,17 @@ def test_however_a_run_ends_its_successor_can_begin(server: httpx.Client, end: s
 @pytest.mark.end_to_end
 def test_what_a_user_scheduled_in_the_ui_is_there_after_the_next_deployment(server: httpx.Client) -> None:
     run, nightly = deployed(server, "rl-run/local"), deployed(server, "rl-run/arithmetic")
-    weekly = {"active": True, "schedule": {"cron": "0 5 * * 0", "timezone": "UTC"}}
+    weekly = {"active": True, "schedule": {"cron": "0 5 * * 0", "timezone": "UTC"}, "parameters": {"name": "weekly"}}
     asked(server, "POST", f"/deployments/{run['id']}/schedules", [weekly])  # type: ignore[arg-type]
-    asked(server, "PATCH", f"/deployments/{nightly['id']}/schedules/{nightly['schedules'][0]['id']}", {"active": True})
+    changed = {"active": True, "parameters": {"name": "nightly"}}
+    asked(server, "PATCH", f"/deployments/{nightly['id']}/schedules/{nightly['schedules'][0]['id']}", changed)
     asked(server, "PATCH", f"/deployments/{run['id']}", {"version": "of other sources"})
     servers.deploy(str(server.base_url).rstrip("/"))
     assert deployed(server, "rl-run/local")["version"] == deployments.sources_digest(), "nothing was deployed"
-    assert [each["schedule"]["cron"] for each in deployed(server, "rl-run/local")["schedules"]] == ["0 5 * * 0"]
-    assert [each["active"] for each in deployed(server, "rl-run/arithmetic")["schedules"]] == [True]
+    found = deployed(server, "rl-run/local")["schedules"]
+    assert [(each["schedule"]["cron"], each["parameters"]) for each in found] == [("0 5 * * 0", {"name": "weekly"})]
+    found = deployed(server, "rl-run/arithmetic")["schedules"]
+    assert [(each["active"], each["parameters"]) for each in found] == [(True, {"name": "nightly"})]
 
 
 @pytest.mark.end_to_end

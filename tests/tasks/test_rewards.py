@@ -297,7 +297,7 @@ def test_a_number_is_one_part() -> None:
 
 
 def test_the_key_reward_is_the_reward_and_otherwise_parts_are_weighed() -> None:
-    assert of_value({"reward": 2, "right": 1, "brief": 5}, {"brief": 9.0}, None) == Outcome(2.0, {"right": 1.0, "brief": 5.0})
+    assert of_value({"reward": 2, "right": 1, "brief": 5}, {}, None) == Outcome(2.0, {"right": 1.0, "brief": 5.0})
     assert of_value({"right": 1, "brief": 0.5}, {"brief": 0.2}, None) == Outcome(1.1, {"right": 1.0, "brief": 0.5})
 
 

@@ -41,8 +41,14 @@ def answering_url() -> str:
     return f"http://127.0.0.1:{server.server_port}/api"
 
 
-def remember_sleeper(name: str, url: str) -> "subprocess.Popen[bytes]":
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+def remember_sleeper(name: str, url: str, *, has_child: bool = False) -> "subprocess.Popen[bytes]":
+    sleeps = "import time; time.sleep(60)"
+    if has_child:
+        sleeps = (
+            f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleeps!r}]); print('up', flush=True); {sleeps}"
+        )
+    sleeper = subprocess.Popen([sys.executable, "-c", sleeps], stdout=subprocess.PIPE)
+    assert not has_child or (sleeper.stdout and sleeper.stdout.readline())
     service = servers.Service(process=children.ref_of(sleeper.pid), url=url, log_path=Path("x.log"))
     write_json(settings().workspace / "services" / f"{name}.json", service.model_dump(mode="json"))
     return sleeper
@@ -295,3 +301,30 @@ def _environment_of(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.Error):
         return process.environ().get("RATCHET_WORKSPACE", "")
     return ""
+
+
+@pytest.mark.parametrize(("is_older", "is_at_work", "stays"), [(True, False, False), (True, True, True), (False, False, True)])
+def test_a_worker_that_was_there_before_the_server_is_started_again_unless_it_is_at_work(
+    is_older: bool, is_at_work: bool, stays: bool, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, tick_s = "http://127.0.0.1:1/api", 0.02
+    names = (servers.WORKER, servers.PREFECT) if is_older else (servers.PREFECT, servers.WORKER)
+    started, refs = {}, {}
+    for name in names:
+        started[name] = remember_sleeper(name, url, has_child=is_at_work)
+        refs[name] = children.ref_of(started[name].pid)
+        time.sleep(tick_s)
+    launched: list[str] = []
+
+    def launch(name: str, *_: object) -> children.ProcessRef:
+        launched.append(name)
+        return refs[servers.PREFECT]
+
+    monkeypatch.setattr(servers, "_launch", launch)
+    try:
+        servers.ensure_worker(url)
+        assert launched == ([] if stays else [servers.WORKER])
+        assert (started[servers.WORKER].poll() is None) is stays
+    finally:
+        for ref in refs.values():
+            children.stop(ref, grace_s=0.1)
