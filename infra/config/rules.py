@@ -6,6 +6,13 @@ A rule of one section alone stands in that section's module. Each rule raises Va
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from infra.config.judges import (
+    engine_can_judge,
+    judge_fields_have_an_effect,
+    judge_takes_turns_with_the_engine,
+    ruler_compares_several_samples,
+    sampling_ahead_leaves_the_judge_an_engine,
+)
 from infra.config.mixtures import experts_can_be_shared, routing_replay_is_possible
 from infra.config.players import environment_fields_have_an_effect, episodes_fit_a_microbatch, tasksets_play_their_own_tasks
 from infra.config.sections import evaluation
@@ -174,15 +181,6 @@ def off_policy_adapter_is_retained(config: "RunConfig") -> None:
         )
 
 
-def sampling_ahead_leaves_the_judge_an_engine(config: "RunConfig") -> None:
-    max_staleness = config.trainer.loss.correction.max_staleness
-    if max_staleness > 1 and config.reward.is_judged_by_engine:
-        raise ValueError(
-            f"trainer.loss.correction.max_staleness {max_staleness} with a judge by the run's own engine: it samples for later steps when it would "
-            "be asked; set max_staleness to 1, or take a judge of its own (reward.judge.by 'endpoint')"
-        )
-
-
 def truncation_is_not_rewarded(config: "RunConfig") -> None:
     kl = config.trainer.loss.kl
     if config.batch.mask_truncated and kl.where == "reward" and kl.coefficient:
@@ -249,60 +247,6 @@ def engine_can_serve_the_adapter(config: "RunConfig") -> None:
         raise ValueError(f"trainer.lora.rank {rank} is above the engine's maximum, engine.max_lora_rank {most}")
 
 
-def ruler_compares_several_samples(config: "RunConfig") -> None:
-    if config.reward.compares_groups and config.sampling.group_size < 2:
-        raise ValueError(
-            f"reward 'ruler' with sampling.group_size {config.sampling.group_size}: it compares the samples of a prompt, take 2 or more"
-        )
-    if config.reward.compares_groups and config.evaluation.every:
-        raise ValueError(
-            f"reward 'ruler' with evaluation.every {config.evaluation.every}: an evaluation has one greedy answer to a question, and nothing to "
-            "compare it with; set evaluation.every to 0"
-        )
-
-
-def engine_can_judge(config: "RunConfig") -> None:
-    if not config.reward.is_judged_by_engine:
-        return
-    if config.engine.lora_mode == "merged":
-        raise ValueError("reward.judge.by 'engine' with engine.lora_mode 'merged': the base model is not served, take 'adapter'")
-    answer, context = config.reward.judge.max_output_tokens, config.engine.max_context_tokens
-    if answer >= context:
-        raise ValueError(
-            f"reward.judge.max_output_tokens {answer} leaves no room for a prompt in engine.max_context_tokens {context}: lower it"
-        )
-
-
-def judge_takes_turns_with_the_engine(config: "RunConfig") -> None:
-    """A judge with a server of its own has the GPU between a step's only rollout and its training."""
-    if not config.reward.has_judge_server:
-        return
-    engine, max_staleness = config.engine, config.trainer.loss.correction.max_staleness
-    refused = {
-        f"engine.kind {engine.kind!r}": (engine.kind == "vllm", "its server sleeps by SGLang's protocol; take 'sglang'"),
-        f"engine.replicas {engine.replicas or 'auto'}": (engine.replicas != 1, "it takes turns with one server; set it to 1"),
-        "engine.colocation 'separate_gpus'": (
-            engine.colocation == "separate_gpus",
-            "the engine would never make room for it; take 'auto', or a judge that is an endpoint",
-        ),
-        f"trainer.loss.correction.max_staleness {max_staleness}": (
-            max_staleness > 0,
-            "the engine would sample for later steps while the judge needs its memory; set it to 0",
-        ),
-        f"data.max_draws {config.data.max_draws}": (
-            config.data.max_draws > 1,
-            "each draw would move both models; set it to 1",
-        ),
-        f"environment {config.environment.label!r}": (
-            bool(config.environment.label),
-            "episodes bring their own rewards; leave one of them out",
-        ),
-    }
-    for what, (is_refused, why) in refused.items():
-        if is_refused:
-            raise ValueError(f"{what} with reward.judge.by 'model' is not supported: {why}")
-
-
 def own_gpus_are_of_separate_gpus(config: "RunConfig") -> None:
     first, colocation = config.trainer.first_gpu, config.engine.colocation
     if first and colocation != "separate_gpus":
@@ -342,6 +286,7 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     ruler_compares_several_samples,
     engine_can_judge,
     judge_takes_turns_with_the_engine,
+    judge_fields_have_an_effect,
     own_gpus_are_of_separate_gpus,
     routing_replay_is_possible,
     experts_can_be_shared,

@@ -2310,6 +2310,38 @@ BREAKAGES = (
         "if False:",
         "tests/infra/megatron/model/test_experts.py::test_a_base_model_with_a_number_that_is_not_finite_is_named",
     ),
+    Breakage(
+        "12 no effect is made twice",
+        "a tool that an environment calls in a thread of its own is on no record, and called again after a crash",
+        "infra/environments/tools.py",
+        "JOURNAL.get() or next(iter(_EPISODE), None)",
+        "JOURNAL.get()",
+        "tests/infra/environments/test_tools.py::test_a_call_in_a_thread_of_the_environments_own_is_on_record",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "a request with a token id outside the vocabulary reaches the engine, which can end with it",
+        "infra/gateway/session/session.py",
+        "if (unknown := self.renderer.text.unknown(new)) is not None:",
+        "if (unknown := None) is not None:",
+        "tests/infra/gateway/test_generate.py::test_what_cannot_be_served_is_refused_by_name",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "a schedule that was given parameters in Prefect's UI loses them when the deployments are made anew, and starts another run",
+        "infra/services/schedules.py",
+        "wanted = (was, parameters or own)",
+        "wanted = (was, parameters)",
+        "tests/flows/test_deployments.py::test_what_a_user_scheduled_in_the_ui_is_there_after_the_next_deployment",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "a worker that is older than Prefect's server stays, and cancels no flow run",
+        "infra/services/servers.py",
+        "(not _is_older_than_prefect(worker) or _is_at_work(worker))",
+        "True",
+        "tests/infra/services/test_servers.py::test_a_worker_that_was_there_before_the_server_is_started_again_unless_it_is_at_work",
+    ),
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +36,9 @@ def command(workspace: Path, *arguments: str, program: Sequence[str] = RATCHET, 
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=partial(
+            signal.signal, signal.SIGHUP, signal.SIG_DFL
+        ),  # which tests that run under nohup would pass on as ignored
     )
 
 
