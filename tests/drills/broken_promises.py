@@ -2202,8 +2202,8 @@ BREAKAGES = (
         "every setting holds or is refused",
         "an instruction or enable_thinking=false is taken without a word where an environment writes the messages",
         "infra/config/players.py",
-        '    if config.environment.label:\n        _check_prompts',
-        '    if False:\n        _check_prompts',
+        'for name in OF_PROMPTS}, "")',
+        'for name in ()}, "")',
         "tests/infra/config/test_config_rules.py::test_what_makes_prompts_of_rows_is_refused_where_an_environment_writes_the_messages",
     ),
     Breakage(
@@ -2258,8 +2258,8 @@ BREAKAGES = (
         "9 only what was sampled is trained",
         "reasoning that a client of /v1/responses leaves out is a branch without it",
         "infra/gateway/http/responses_api.py",
-        "_reasoning(item) or None",
-        "_reasoning(item)",
+        "_reasoning(number, item) or None",
+        "_reasoning(number, item)",
         "tests/infra/gateway/test_session.py::test_reasoning_that_responses_leave_out_is_not_changed",
     ),
     Breakage(

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -55,7 +56,7 @@ def test_without_an_option_a_step_a_warning_and_an_error_are_printed_with_the_ti
 
 
 def test_after_a_ctrl_c_prefects_lines_are_left_out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interrupts, "_has_come", True)
+    monkeypatch.setattr(interrupts, "_come", signal.SIGINT)
     assert [line[9:] for line in printed(capsys)[:-1]] == ["step 0/2", "warning: trainer: WARNING: slow"]
 
 
