@@ -67,21 +67,3 @@ def judge_takes_turns_with_the_engine(config: "RunConfig") -> None:
     for what, (is_refused, why) in refused.items():
         if is_refused:
             raise ValueError(f"{what} with reward.judge.by 'model' is not supported: {why}")
-
-
-def judge_fields_have_an_effect(config: "RunConfig") -> None:
-    """A judge or a reward model that is described and not asked: another reward scores than the one that was meant."""
-    rewards = [config.reward, *(each.reward for each in config.eval_configs.values())]
-    asked = {
-        "judge": (any(reward.is_judged_by_model for reward in rewards), "'rubric' or 'ruler'"),
-        "model": (any(reward.uses_reward_model for reward in rewards), "'reward_model'"),
-    }
-    for section, (is_asked, names) in asked.items():
-        given = getattr(config.reward, section)
-        for field, description in type(given).model_fields.items():
-            value = getattr(given, field)
-            if not is_asked and value != description.get_default(call_default_factory=True):
-                called = ", ".join(repr(each.name) for each in config.reward.called)
-                raise ValueError(
-                    f"reward.{section}.{field} {value!r:.60} has no effect: the reward is {called}; set reward.name to {names}, or leave it out"
-                )

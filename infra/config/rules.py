@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from infra.config.judges import (
     engine_can_judge,
-    judge_fields_have_an_effect,
     judge_takes_turns_with_the_engine,
     ruler_compares_several_samples,
     sampling_ahead_leaves_the_judge_an_engine,
@@ -286,7 +285,6 @@ RULES: tuple[Callable[["RunConfig"], None], ...] = (
     ruler_compares_several_samples,
     engine_can_judge,
     judge_takes_turns_with_the_engine,
-    judge_fields_have_an_effect,
     own_gpus_are_of_separate_gpus,
     routing_replay_is_possible,
     experts_can_be_shared,

@@ -64,7 +64,6 @@ BROKEN = {
         'reward={"name": "rubric", "judge": {"by": "model", "model": "m", "rubric": "{completion}"}}',
         "engine.replicas=2",
     ],
-    "judge_fields_have_an_effect": ["reward.judge.rubric={completion}"],
     "own_gpus_are_of_separate_gpus": ["trainer.first_gpu=1"],
     "routing_replay_is_possible": ["trainer.routing_replay=true", "engine.kind=vllm"],
     "experts_can_be_shared": ["trainer.share_experts=true", "engine.kind=vllm"],
