@@ -1,6 +1,7 @@
 """What all tests share: a workspace of their own, and a model folder that costs nothing to make."""
 
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,16 @@ def _datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _root_logger() -> Iterator[None]:
+    """The root logger is after each test as it was before: a handler left behind would write to a closed stream during another test."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture

@@ -14,11 +14,8 @@ from flows.cli.program import program
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    root = logging.getLogger()
-    level, handlers, chosen = root.level, list(root.handlers), terminal._chosen
+    chosen = terminal._chosen
     yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
     terminal.choose(verbose=True, quiet=False, log_json=False)
     terminal._chosen = chosen
 
