@@ -79,8 +79,9 @@ def test_a_step_that_is_killed_in_its_second_draw_has_the_same_groups_and_sample
     workspace = tmp_path / "killed"
     killed = program_with(config, workspace, PROGRAM)
     second = workspace / "runs/r/steps/000000/draws/02"
-    both = [second / "samples.parquet", second / "scores.journal"]
-    assert becomes(lambda: all(path.exists() for path in both), within_s=800), (workspace / "said.log").read_text()[-4000:]
+    # From the inputs' key on the rollout has ended: one killed before it takes its samples from the journal and writes the file again.
+    begun = [second / "samples.inputs_key.json", second / "scores.journal"]
+    assert becomes(lambda: all(path.exists() for path in begun), within_s=800), (workspace / "said.log").read_text()[-4000:]
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
     sampled = {path: path.stat().st_mtime_ns for path in second.parent.glob("*/samples.parquet")}
