@@ -21,7 +21,7 @@ def test_port_and_interpreter_of_a_server_can_be_given(
     engine_config: EngineConfig, scripted_adapter: Callable[[int], AdapterVersion], kind: str, workspace: Path
 ) -> None:
     python = workspace / "another-python"
-    python.write_text((workspace / f"python-of-{kind}").read_text().replace("shift", f"shift; touch {workspace}/was-started"))
+    python.write_text((workspace / f"python-of-{kind}").read_text().replace("exec", f"touch {workspace}/was-started\nexec"))
     python.chmod(0o700)
     port = ports.free_port(settings().engine_port + 7, settings().host)
     machine = settings().model_copy(update={"engine_port": port, f"{kind}_python": python})
