@@ -137,12 +137,15 @@ def sample_what_is_missing(
     )  # fmt: skip
     provenance: dict[str, object] = {"inputs": inputs, "file": record_of(folder.samples).model_dump(), ENGINE: ran.model_dump()}
     if to_carry_over is not None:
-        taken = {sample.prompt_id for sample in samples}
-        others = tuple(prompt.prompt_id for prompt in asked if prompt.prompt_id not in taken)
-        left = CarriedOver(
-            prompts=prompts.file, prompt_ids=others, samples=record_of(folder.left_over), engine_versions=inputs[VERSIONS]
-        )
-        provenance["left_over"] = left.model_dump()
+        provenance["left_over"] = _carried_over(prompts, asked, samples, inputs).model_dump()
     write_json(folder.samples_inputs, provenance)
     journal.remove()
     return samples
+
+
+def _carried_over(prompts: PromptBatch, asked: list[Prompt], samples: list[Sample], inputs: dict[str, str]) -> CarriedOver:
+    """The prompts without a group in the step, and the file of what they have begun."""
+    taken = {sample.prompt_id for sample in samples}
+    others = tuple(prompt.prompt_id for prompt in asked if prompt.prompt_id not in taken)
+    begun = record_of(StepFolder.of(prompts).left_over)
+    return CarriedOver(prompts=prompts.file, prompt_ids=others, samples=begun, engine_versions=inputs[VERSIONS])
