@@ -87,8 +87,8 @@ def main() -> None:
     parser.add_argument("--at-once", type=float, nargs="+", action="append", metavar="MEGABYTES", help="sizes of files")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    if options.run_concurrently:
-        compare_at_once(options.folder, options.run_concurrently, options.repeat)
+    if options.at_once:
+        compare_at_once(options.folder, options.at_once, options.repeat)
         return
     length = options.megabytes * 10**6 // 4 // NUM_TENSORS
     memory = torch.randn(NUM_TENSORS, length)

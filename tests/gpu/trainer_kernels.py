@@ -10,6 +10,7 @@ launches, the time in which none runs, and the CPU's; and OUT.operations.txt, op
 """
 
 import argparse
+import gc
 import os
 import statistics
 import sys
@@ -80,6 +81,8 @@ def main() -> None:
     layout = parallel.start(job)
     a, net, shards, adam = prompts_once.make_model(name, job.trainer, layout)
     batch = prompts_once.make_batch(shape, a.vocab_size)
+    gc.collect()
+    gc.freeze()  # as the persistent trainer does
     found: dict[str, Any] = {"command": sys.argv, "torch": torch.__version__, "shape": shape._asdict(), "steps": []}
     found["gpu"] = "CPU" if o.small else torch.cuda.get_device_name()
     for turn in range(o.repeat + 1):
