@@ -36,7 +36,7 @@ from infra.runs.manifest import Manifest, Ran, environment, program_changes, rea
 from infra.runs.replay import Origin, origin_of
 from infra.store import check_costs
 from infra.store.check_costs import counted
-from infra.store.files import read_json, sync_folder, verified, write_json
+from infra.store.files import read_json, sync, sync_folder, verified, write_json
 from infra.store.layout import StepFolder, adapter_folder
 from infra.telemetry import memory_usage
 from infra.telemetry.gpu_idle import gpu_idle_of
@@ -259,7 +259,8 @@ def changes_since_step_before(batch: TrainBatch, engine: EngineRan, trainer: Tra
 
 @counted("manifest")
 def commit(made: StepReport, manifest: Manifest) -> None:
-    """Sync the adapter's files and the figures to the disk, then write the report, and the manifest last: a step with a manifest is committed.
+    """Sync the adapter's files, the trainer's report and the figures to the disk, then write the step's report, and the manifest last: a step with
+    a manifest is committed.
 
     Raises:
         ValueError: for a metric that is not finite. Nothing is committed then.
@@ -268,6 +269,9 @@ def commit(made: StepReport, manifest: Manifest) -> None:
     if wrong:
         raise ValueError(f"step {made.step} of run {made.run!r} is not committed, these metrics are not finite: {wrong}")
     sync_folder(adapter_folder(made.run, made.adapter.version))
+    sync(adapter_folder(made.run, made.adapter.version).parent)  # its name
+    for path in (StepFolder.of(made).train.result, StepFolder.of(made).train.path):
+        sync(path)
     for folder in (folder_of(made.run, made.step), memory_usage.folder_of(made.run, made.step)):
         if folder.exists():
             sync_folder(folder)

@@ -19,7 +19,7 @@ from infra.megatron.protocol.optimizer_files import MOMENTS, num_steps
 from infra.records import AdapterVersion, Record, TrainBatch
 from infra.runs import lineage
 from infra.store import code_digest, digests
-from infra.store.files import fresh_folder, path_of, publish_folder, read_note, record_of, write_json
+from infra.store.files import fresh_folder, path_of, publish_folder, read_note, record_of, write_note
 from infra.store.layout import StepFolder, adapter_folder
 from infra.telemetry import memory_usage, program_versions
 from infra.telemetry.timings import measured
@@ -190,6 +190,6 @@ def train(config: TrainerConfig, batch: TrainBatch, adapter: AdapterVersion) -> 
         known = {name: digest.sha256 for name, digest in made.files.items()}
         note = made_from(inputs, folder.adapter, known, folder.result)
         lineage.check_not_recorded(adapter.run, adapter.version + 1, note.sha256[ADAPTER_WEIGHTS])
-        write_json(folder.adapter / INPUTS_KEY, note.model_dump())
+        write_note(folder.adapter / INPUTS_KEY, note.model_dump())
         publish_folder(folder.adapter, adapter_folder(adapter.run, adapter.version + 1), syncs=False)
     return next_version(adapter)

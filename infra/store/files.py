@@ -192,8 +192,8 @@ def read_json(path: Path) -> Any:  # Any: JSON
 
 
 def write_note(path: Path, value: Any) -> Path:
-    """Write JSON that a power cut makes obsolete (a running process), or that is not essential (seconds). It does not wait for the disk, which
-    is slow while an adapter's gigabytes are being written. A reader must be able to continue if the note is lost."""
+    """Write JSON that a power cut makes obsolete (a running process), that is not essential (seconds), or that a step's commit syncs. It does
+    not wait for the disk, which is slow while an adapter's gigabytes are being written. A reader must be able to continue if the note is lost."""
     return write_json(path, value, syncs=False)
 
 
@@ -262,15 +262,16 @@ def sync_folder(folder: Path) -> None:
 
 
 def publish_folder(staging: Path, target: Path, *, syncs: bool = True) -> None:
-    """Move a finished folder to its final name in one rename. An unfinished folder there is replaced. Without syncs, its files may be lost in
-    a power cut until `sync_folder` is called: a reader has to check their digests."""
+    """Move a finished folder to its final name in one rename. An unfinished folder there is replaced. Without syncs, its files and its name may
+    be lost in a power cut until `sync_folder`, and `sync` of the folder above it, are called: a reader has to check their digests."""
     if syncs:
         sync_folder(staging)
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists():
         shutil.rmtree(target)
     staging.rename(target)
-    sync(target.parent)
+    if syncs:
+        sync(target.parent)
 
 
 PRIVATE = 0o700

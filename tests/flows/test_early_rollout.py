@@ -6,7 +6,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from prefect.states import State
@@ -53,15 +53,24 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     return made
 
 
+class Waits(NamedTuple):
+    """For what this process waited to reach the disk."""
+
+    all: list[str]
+    early: list[str]
+    """In the early rollout, before the engine was asked."""
+
+
 @pytest.fixture
-def waits(rollouts: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was waited for to reach the disk in the early rollout, before the engine was asked."""
-    fsync, found = os.fsync, []
+def waits(rollouts: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch) -> Waits:
+    fsync, found = os.fsync, Waits([], [])
 
     def noted(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        found.all.append(path.removeprefix(f"{run_folder('r')}/").partition(".partial")[0])
         is_early = any(frame.filename.endswith("tasks/support/prefetch_rollout.py") for frame in traceback.extract_stack())
         if is_early and len(rollouts) < NUM_STEPS:
-            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+            found.early.append(path)
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", noted)
@@ -69,14 +78,14 @@ def waits(rollouts: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_next_rollout_begins_before_its_step_and_is_the_one_that_its_step_would_have_made(
-    config: RunConfig, rollouts: list[tuple[int, bool]], waits: list[str], monkeypatch: pytest.MonkeyPatch
+    config: RunConfig, rollouts: list[tuple[int, bool]], waits: Waits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     woken, wake = [], ScriptedEngine.wake
     monkeypatch.setattr(ScriptedEngine, "wake", lambda engine: woken.append(threading.current_thread()) or wake(engine))
     made = run(config).result()
     assert woken.count(threading.main_thread()) == 4, "at the first step's beginning, its rollout, and each step's end"
     assert rollouts == [(0, False), (1, True)]
-    assert waits == [], "the adapter's files are on their way there: it takes as long as they do"
+    assert waits.early == [], "the adapter's files are on their way there: it takes as long as they do"
     assert in_step(1, "began")["at"] < in_step(0, "manifest")["committed_at"]
     assert in_step(1, "report")["metrics"]["time/roll_out_s"] > 0
     assert not (run_folder("r") / f"steps/{NUM_STEPS:06d}").exists(), "there is no such step"
@@ -85,6 +94,16 @@ def test_the_next_rollout_begins_before_its_step_and_is_the_one_that_its_step_wo
         last = rl_step.with_options(result_storage=settings().results)(alone)
     assert rollouts[NUM_STEPS:] == [(0, False), (1, False)]
     assert last.adapter.sha256 == made.latest.sha256
+
+
+def test_what_training_left_reaches_the_disk_in_the_commit_and_not_before(config: RunConfig, waits: Waits) -> None:
+    run(config.but(num_steps=1)).result()
+    waited = [path.partition(f".{os.getpid()}-")[0] for path in waits.all]
+    begins, ends = waited.index("adapters/000001/adapter_model.safetensors"), waited.index("steps/000000/manifest.json")
+    for name in ("adapters", "adapters/000001", "adapters/000001/state/made_from.json", "steps/000000/train/result.json"):
+        assert name in waited[begins:ends], f"{name} is not on the disk before the manifest is"
+    before = [path for path in waited[:begins] if path == "adapters" or path.endswith(("made_from.json", "result.json"))]
+    assert before == [], "the engine waits for them"
 
 
 def test_where_an_evaluation_comes_first_the_rollout_waits_for_its_step(

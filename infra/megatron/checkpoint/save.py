@@ -62,8 +62,8 @@ def load(
 
 
 class Saving:
-    """Files that threads write while their tensors are on the host and the device is free for other programs. Large files are synced when the
-    step is committed. Until then their digests show whether they are complete."""
+    """Files that threads write while their tensors are on the host and the device is free for other programs. They are synced when the step is
+    committed. Until then their digests show whether they are complete."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -76,8 +76,7 @@ class Saving:
         self._writing[name] = self._threads.submit(self._written, self.folder / name, body, {key: value})
 
     def write_json(self, name: str, value: Any) -> None:  # Any: JSON
-        """Write JSON. It is on the disk when `finished` returns."""
-        self._small.append(self._threads.submit(files.write_json, self.folder / name, value))
+        self._small.append(self._threads.submit(files.write_note, self.folder / name, value))
 
     def finished(self) -> dict[str, Digest]:
         """Wait until all files are written. Returns the digests of the large ones by name. Raises the errors of the threads."""

@@ -1,6 +1,7 @@
 """What a program keeps from job to job is what it would have read, and nothing else is ever gone on from."""
 
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -237,3 +238,10 @@ def test_every_rank_of_every_layout_goes_on_from_its_own(
     for first, second, made in zip(firsts, alone, kept, strict=True):
         assert_same_bytes(made[0], first)
         assert_same_bytes(made[1], second)
+
+
+def test_a_job_does_not_wait_for_the_disk(train: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited_for: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: waited_for.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    assert train("qwen3").job.result_path.exists()
+    assert waited_for == [], "the commit does, while the engine samples"
