@@ -175,6 +175,13 @@ class Sampled:
 
     def load_adapter(self, adapter: Any) -> None: ...
 
+    def ran(self) -> Any:
+        from infra.records import EngineRan
+        from infra.telemetry import program_versions
+
+        versions = program_versions.of_engine(self.world.engine.kind)
+        return EngineRan(kind=self.world.engine.kind, identity="", flags=(), versions=versions, backends={})
+
     def start_figures(self) -> dict[str, float]:
         return {}
 
