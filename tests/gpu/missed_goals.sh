@@ -45,8 +45,8 @@ for part in $PARTS; do
       measure tasks 300 hand_over.py "$FOLDER/tasks.json" before_after --ways "experts shared" --steps 4 --output-tokens 128 "${MIXTURE[@]}" ;;
     trainer)
       model qwen3-30b-a3b
-      measure trainer 300 train_speed.py "$FOLDER/trainer.json" --model "$MODELS/qwen3-30b-a3b" --tokens 131072 --seq 1024 --rank 8 --repeat 2 \
-        --microbatch 13824 --no-fresh ;;
+      measure trainer 300 train_speed.py "$FOLDER/trainer.json" --model "$MODELS/qwen3-30b-a3b" --tokens 131072 --seq 1024 --rank 8 --repeat 3 \
+        --microbatch 13824 --no-fresh --profile ;;
     small)
       measure small 200 trainer_kernels.py "$FOLDER/small.json" --shape qwen2.5-0.5b --microbatch 45056 73728 --repeat 5 --profile ;;
     7b)

@@ -71,7 +71,7 @@ def kernels(config: Mapping[str, Any], flags: Mapping[str, str], dtypes: Any) ->
     ]
     if str(config.get("model_type")).startswith("qwen3"):
         found.append(("layernorm.norm", "_jit_qknorm_module", (head_size, dtype)))
-    if config.get("num_experts") and "--enable-lora" in flags:
+    if (config.get("num_experts") or config.get("num_local_experts")) and "--enable-lora" in flags:
         found.append(("moe.moe_lora_align", "_jit_moe_align_module", (dtypes.int32,)))
     return found
 

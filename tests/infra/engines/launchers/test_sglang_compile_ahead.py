@@ -19,6 +19,8 @@ QWEN2 = {
     "torch_dtype": "bfloat16",
 }
 MIXTURE = {"model_type": "qwen3_moe", "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128}
+RENAMED = {("num_local_experts" if name == "num_experts" else name): value for name, value in MIXTURE.items()}
+"""As transformers 5 writes it."""
 DTYPES = SimpleNamespace(bfloat16="bf16", float32="f32", int64="i64", int32="i32")
 COMPILER = """
 import os
@@ -129,6 +131,7 @@ def test_one_of_several_replicas_compiles(environ: dict[str, str], tmp_path: Pat
         (QWEN2, "", ["activation_module bf16", "_jit_fused_rope_module True 64 bf16 bf16", "_jit_kvcache_module 256 256"]),
         (QWEN2, "--dtype float32", ["activation_module f32", "_jit_kvcache_module 512 512", "_jit_clamp_position_module i64"]),
         (QWEN2, "--kv-cache-dtype fp8_e4m3", ["activation_module bf16", "_jit_kvcache_module 128 128"]),
+        (RENAMED, "--enable-lora", ["_jit_moe_align_module i32"]),
         (MIXTURE, "--enable-lora --tp-size 8", ["_jit_kvcache_module 256 256", "_jit_qknorm_module 128 bf16", "_jit_moe_align_module i32"]),
     ],
 )  # fmt: skip
