@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 import torch
+from transformers.utils import logging as transformers_log
 
 from infra.tiny_model.architecture import Kind
 from infra.tiny_model.making import WarmStartFailed, make_model
@@ -21,6 +22,7 @@ def main() -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     logging.basicConfig(stream=sys.stdout, format="%(message)s")
     logging.getLogger("infra").setLevel(logging.INFO)
+    transformers_log.disable_progress_bar()  # each of its states would be a line in the log of who makes the model
     torch.set_num_threads(arguments.threads)
     torch.use_deterministic_algorithms(True, warn_only=arguments.device != "cpu")
     try:

@@ -254,6 +254,22 @@ BREAKAGES = (
     ),
     Breakage(
         "1 transaction",
+        "a step is committed before the name of its adapter is on the disk",
+        "tasks/commit_step.py",
+        "sync(adapter_folder(made.run, made.adapter.version).parent)",
+        "pass",
+        "tests/flows/test_early_rollout.py::test_what_training_left_reaches_the_disk_in_the_commit_and_not_before",
+    ),
+    Breakage(
+        "1 transaction",
+        "a step is committed before the trainer's report is on the disk",
+        "tasks/commit_step.py",
+        "for path in (StepFolder.of(made).train.result, StepFolder.of(made).train.path):",
+        "for path in (StepFolder.of(made).train.path,):",
+        "tests/flows/test_early_rollout.py::test_what_training_left_reaches_the_disk_in_the_commit_and_not_before",
+    ),
+    Breakage(
+        "1 transaction",
         "a step counts as committed without its manifest",
         "infra/runs/lineage.py",
         "folder.name.isdecimal() and StepFolder(folder).manifest.exists()",

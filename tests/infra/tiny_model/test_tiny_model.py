@@ -1,5 +1,7 @@
 import hashlib
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from infra.data.arithmetic import problems
 from infra.models import base_model
+from infra.settings import CHECKOUT
 from infra.tiny_model import making
 from infra.tiny_model.architecture import random_model
 from infra.tiny_model.batches import NOT_LEARNT, Diet, batches, chat, drill, make_batch
@@ -260,6 +263,13 @@ def test_a_folder_in_use_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not empty"):
         make_model(tmp_path, "tiny-moe")
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_the_program_says_a_line_for_each_thing_and_draws_no_progress_bar(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "infra.tiny_model", str(tmp_path / "made"), "--kind", "tiny-moe"]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    lines = (done.stdout + done.stderr).splitlines()
+    assert [line.partition(" ")[0] for line in lines] == ["tiny-moe:", "made"], lines
 
 
 def test_the_moe_folder_is_a_normal_hugging_face_folder(moe_folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
