@@ -124,7 +124,10 @@ def prefect_harness() -> Iterator[None]:
 
 def is_gone(pid: int) -> bool:
     """Ended; whether its parent has asked for its exit status does not matter."""
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def sample(prompt_id: int = 0) -> "Sample":

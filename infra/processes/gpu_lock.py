@@ -6,10 +6,11 @@ Taking the lock first ends leftover programs of earlier holders. So two holders 
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, ParamSpec, TypeVar
 
+import psutil
 from pydantic import BaseModel, ConfigDict
 
 from infra.processes import children, gpu_programs, lock_folder, private_folder
@@ -33,8 +34,9 @@ class Holder(BaseModel):
     """When the lock was taken, in local time."""
 
     def __str__(self) -> str:
-        alive = children.find(self.process)
-        state = alive.status() if alive else "ended"
+        alive, state = children.find(self.process), "ended"
+        with suppress(psutil.NoSuchProcess):  # it may end meanwhile
+            state = alive.status() if alive else state
         return f"{self.who} of workspace {self.workspace} (pid {self.process.pid}, {state}, since {self.since})"
 
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from pydantic import ValidationError
 from reward_models import made
-from shared import becomes, sample, untrained_adapter
+from shared import becomes, is_gone, sample, untrained_adapter
 
 from infra.config import EngineConfig, EvaluationConfig, RewardConfig, RunConfig
 from infra.config.tools.overrides import one_line
@@ -190,7 +190,7 @@ def test_a_flow_that_is_killed_takes_its_reward_model_with_it_and_the_next_one_s
     flow.kill()
     flow.wait()
     psutil.wait_procs([program], timeout=10)
-    assert not program.is_running() or program.status() == psutil.STATUS_ZOMBIE
+    assert is_gone(program.pid)
     journal = (workspace / "j").read_text().splitlines()[1:]
     batches = asked_of(monkeypatch)
     assert rewards_in(workspace, config_of(llama)) == undisturbed

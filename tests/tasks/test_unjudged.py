@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from shared import sample
+from shared import is_gone, sample
 
 from infra.config import BatchConfig, EvaluationConfig, RewardConfig
 from infra.data.prompts import Prompt
@@ -153,7 +153,7 @@ def test_a_flow_that_is_killed_in_scoring_takes_its_workers_with_it_and_goes_on_
     os.kill(flow.pid, signal.SIGKILL)
     flow.wait()
     psutil.wait_procs(programs, timeout=10)
-    assert not [each for each in programs if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    assert all(is_gone(each.pid) for each in programs)
     before = calls_in(tmp_path)
     found = judged(config, samples_of(), PROMPTS, tmp_path / "j", INPUTS)
     assert [each.reward for each in found] == [float(each.text[-1]) for each in samples_of()]

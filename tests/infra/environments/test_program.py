@@ -2,12 +2,11 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from shared import becomes, is_gone
 
 from infra.environments.program import check_command, run_program
 
@@ -52,10 +51,7 @@ def test_a_hanging_program_is_ended_with_all_that_it_started(tmp_path: Path) -> 
     with pytest.raises(TimeoutError, match=r"not done after environment\.episode_timeout_s 3"):
         outcome_of(script, timeout_s=3)
     pid = int((tmp_path / "pid").read_text())
-    until = time.monotonic() + 10  # the kernel ends it, at its next turn
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    assert becomes(lambda: is_gone(pid))  # the kernel ends it, at its next turn
 
 
 def test_what_a_program_leaves_behind_does_not_hold_its_episode() -> None:

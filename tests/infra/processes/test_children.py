@@ -212,7 +212,7 @@ def test_a_program_ends_with_the_process_that_waits_for_it(tmp_path: Path, strik
     owner.send_signal(strike)
     owner.wait()
     try:
-        wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+        wait_for(lambda: is_gone(child.pid))
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()

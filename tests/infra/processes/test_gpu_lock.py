@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from shared import becomes, is_gone
 
@@ -77,6 +78,17 @@ def test_a_second_owner_waits_says_for_whom_and_goes_on_when_the_first_is_killed
     with gpu_lock.gpu_lock("run second"):
         assert time.monotonic() - begun > 0.8
     assert f"held by run first of workspace {settings().workspace} (pid {first.pid}, " in caplog.text
+
+
+def test_a_holder_that_ends_while_it_is_described_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    process = psutil.Process(child.pid)
+    holder = gpu_lock.Holder(who="a run", workspace=Path("w"), process=children.ref_of(child.pid), since="now")
+    assert "ended" not in str(holder)
+    child.kill()
+    child.wait()
+    monkeypatch.setattr(children, "find", lambda ref: process)  # as it was a moment ago
+    assert f"pid {child.pid}, ended" in str(holder)
 
 
 def test_a_lock_within_a_lock_is_the_same_lock() -> None:
