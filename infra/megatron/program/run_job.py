@@ -62,7 +62,7 @@ def train(job: TrainJob, inputs: Inputs, phases: Phases, session: TrainerSession
             versions=versions(TRAINER_PACKAGES) | job.switches | (devices.gpu_versions() if job.device == "cuda" else {}),
             backends=_backends(place, job),
         )
-        # Perf: a hand-over of 30B-A3B 0.2 to 0.8 s shorter, since the report reaches the disk at the commit (H200, docs/results/speed.md).
+        # Perf: synced by the commit; here it waited 0.2 to 0.8 s behind a mixture's adapter of 5.9 GB (H200, docs/results/speed.md).
         files.write_note(job.result_path, result.model_dump())
     session.keep(job, learnt.values, written, learnt.num_optimizer_steps)
     dist.barrier()
