@@ -54,11 +54,11 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
 
 class Waits(NamedTuple):
-    """For what this process waited to reach the disk."""
+    """Files and folders that this process synced to the disk, in order."""
 
     all: list[str]
     early: list[str]
-    """In the early rollout, before the engine was asked."""
+    """Those synced by the prefetched rollout before its first request to the engine."""
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def waits(rollouts: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch) -> 
 
     def noted(descriptor: int) -> None:
         path = os.readlink(f"/proc/self/fd/{descriptor}")
-        found.all.append(path.removeprefix(f"{run_folder('r')}/").partition(".partial")[0])
+        found.all.append(path.removeprefix(f"{run_folder('r')}/"))
         is_early = any(frame.filename.endswith("tasks/support/prefetch_rollout.py") for frame in traceback.extract_stack())
         if is_early and len(rollouts) < NUM_STEPS:
             found.early.append(path)
@@ -98,7 +98,7 @@ def test_the_next_rollout_begins_before_its_step_and_is_the_one_that_its_step_wo
 
 def test_what_training_left_reaches_the_disk_in_the_commit_and_not_before(config: RunConfig, waits: Waits) -> None:
     run(config.but(num_steps=1)).result()
-    waited = [path.partition(f".{os.getpid()}-")[0] for path in waits.all]
+    waited = [path.partition(f".{os.getpid()}-")[0] for path in waits.all]  # without the rest of a partial file's name
     begins, ends = waited.index("adapters/000001/adapter_model.safetensors"), waited.index("steps/000000/manifest.json")
     for name in ("adapters", "adapters/000001", "adapters/000001/state/made_from.json", "steps/000000/train/result.json"):
         assert name in waited[begins:ends], f"{name} is not on the disk before the manifest is"
