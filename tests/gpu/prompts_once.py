@@ -9,6 +9,7 @@ shared; `shared`, the groups as they are. Last a `separate` step in other micro-
 
     qwen2.5-7b     64 prompts x 8, 512 + 512 tokens, rank 16
     qwen2.5-0.5b   64 prompts x 5, 150 + 300 tokens, rank 16
+    qwen3-30b-a3b-12-layers    64 prompts x 8, 512 + 512 tokens, rank 16
 
 OUT.json is written after each step. Printed at the end, for each shape: median seconds (and their range), samples' tokens/s, MFU, peak
 memory of both; the gain; the gradients' distance from `separate` (L2, relative) of `shared`, of other micro-batches and of a repetition.
@@ -66,6 +67,7 @@ class Shape(NamedTuple):
 SHAPES = {
     "qwen2.5-7b": Shape(64, 8, 512, 512, 16384),
     "qwen2.5-0.5b": Shape(64, 5, 150, 300, 32768),
+    "qwen3-30b-a3b-12-layers": Shape(64, 8, 512, 512, 13824),
     "small": Shape(4, 3, 12, 10, 64),
     "small-moe": Shape(4, 3, 12, 10, 64),
 }

@@ -176,12 +176,30 @@ def gaps(
     ran = [e.time_range for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     spans = sorted((e.start, e.end) for e in ran)
     longest = sorted((b[0] - a[1] for a, b in pairwise(spans)), reverse=True)
+    print(
+        "\n".join(f"{ms:8.2f} ms in {count:4} gaps before {name}" for name, (ms, count) in before_kernels(profiler).items()),
+        flush=True,
+    )
     found = {"seconds": step["seconds"], "kernels": busy_us(spans) / 1e6, "span": (spans[-1][1] - spans[0][0]) / 1e6}
     return (
         found
         | {f"gap {i}": length / 1e6 for i, length in enumerate(longest[:6])}
         | {"gaps above 20 us": sum(length for length in longest if length > 20) / 1e6}
     )
+
+
+def before_kernels(profiler: profile) -> dict[str, tuple[float, int]]:
+    """The 25 kernels before which most time passes without one: milliseconds in gaps of more than 20 us, and their number."""
+    ran = sorted(
+        (e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA), key=lambda e: e.time_range.start
+    )
+    found: dict[str, tuple[float, int]] = {}
+    for before, after in pairwise(ran):
+        if (gap := after.time_range.start - before.time_range.end) > 20:
+            name = f"{after.name[:90]}, after {before.name[:60]}"
+            ms, count = found.get(name, (0.0, 0))
+            found[name] = (ms + gap / 1e3, count + 1)
+    return dict(sorted(found.items(), key=lambda item: -item[1][0])[:25])
 
 
 def kind_of(kernel: str) -> str:

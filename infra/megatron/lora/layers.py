@@ -145,7 +145,7 @@ class LoraLinear(nn.Module):
         self.num_groups, self.tp_size, self.sequence_parallel = num_groups, tp_size, sequence_parallel
         self.is_split_by_row = kind in ("linear_proj", "linear_fc2")
         self.enabled = True
-        self.sums: GradientSums | None = None
+        self.sums: tuple[GradientSums, ...] = ()
         self.sizes = self._output_sizes()
         device, into = base.weight.device, base.weight.shape[1]
         empty = {name: torch.empty(self.rank, into, device=device) for name in targets}
@@ -171,7 +171,7 @@ class LoraLinear(nn.Module):
             whole: tuple[Tensor, Tensor | None] = self.base(x, *args, **kwargs)
             return whole
         # Adapters are float32; like autocast, the multiplication is in the base model's type.
-        down, up = (matrix.to(x.dtype) for matrix in self._pair()) if self.sums is None else self.sums.used()
+        down, up = (matrix.to(x.dtype) for matrix in self._pair()) if not self.sums else self.sums[0].used()
         if self.tp_size == 1:
             bias = None if self.base.skip_bias_add else self.base.bias
             return adapted_product(x, down, up, self.base.weight, bias), self.base.bias if self.base.skip_bias_add else None
@@ -187,7 +187,7 @@ class LoraLinear(nn.Module):
 
     def begin_sums(self) -> None:
         """Use one pair of matrices, and add up its gradients, until the end of an optimizer step's micro-batches."""
-        self.sums = GradientSums(self._pair(), self.base.weight.dtype)
+        self.sums = (GradientSums(self._pair, self.base.weight.dtype),)
 
     def _pair(self) -> tuple[Tensor, Tensor]:
         """[all ranks, in] and, scaled, [out / tp, all ranks], in float32."""
@@ -275,21 +275,22 @@ class _AddProduct(torch.autograd.Function):
 
 @contextmanager
 def gradients_summed(model: nn.Module) -> Iterator[None]:
-    """Make each layer's pair of matrices once for all micro-batches of an optimizer step, whose gradients the parameters get at the end.
+    """Make each layer's pairs of matrices once for all micro-batches of an optimizer step, whose gradients the parameters get at the end.
 
     Nothing may change the parameters meanwhile. The numbers are those of making it for each micro-batch.
     """
-    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    layers = [module for module in model.modules() if isinstance(module, LoraLinear | ExpertAdapters)]
     try:
         for layer in layers:
             layer.begin_sums()
         yield
         for layer in layers:
-            if layer.sums:
-                layer.sums.hand_on()
+            for sums in layer.sums:
+                sums.hand_on()
+            layer.sums = ()
     finally:
         for layer in layers:
-            layer.sums = None
+            layer.sums = ()
 
 
 def set_enabled(model: nn.Module, enabled: bool) -> None:

@@ -6,6 +6,7 @@ At small models memory traffic costs more than arithmetic: each product of width
 matrices are joined to the frozen ones where that saves a pass over the wider of input and output.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,10 +26,12 @@ ALIGNMENT = 32
 class GradientSums:
     """A pair of matrices in the layer's type, made once, and the sums of its gradients in the parameters' type."""
 
-    def __init__(self, pair: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
-        """pair: Computed from the parameters; its graph leads the sums back to them."""
-        self.pair = pair
-        self.rounded = [matrix.detach().to(dtype).requires_grad_() for matrix in pair]
+    def __init__(self, make: Callable[[], tuple[Tensor, Tensor]], dtype: torch.dtype) -> None:
+        """make: Computes the pair from the parameters. It is called again at the end, so that nothing holds the unrounded pair meanwhile."""
+        self.make = make
+        with torch.no_grad():
+            pair = make()
+        self.rounded = [matrix.to(dtype, copy=True).requires_grad_() for matrix in pair]
         self.sums = [torch.zeros_like(matrix) for matrix in pair]
 
     def used(self) -> tuple[Tensor, Tensor]:
@@ -40,8 +43,8 @@ class GradientSums:
         return down, up
 
     def hand_on(self) -> None:
-        """Add the sums to the parameters' gradients."""
-        torch.autograd.backward(self.pair, self.sums)
+        """Add the sums to the parameters' gradients: the graph of the pair, made once more, leads to them."""
+        torch.autograd.backward(self.make(), self.sums)
 
 
 class _Used(torch.autograd.Function):

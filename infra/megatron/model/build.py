@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from infra.config import TrainerConfig
 from infra.megatron.loss.microbatch import MicroBatch
+from infra.megatron.model import kernels
 from infra.megatron.model.activation import SwiGLU
 from infra.megatron.model.attention import PackedAttention
 from infra.megatron.model.copies import gather
@@ -124,7 +125,7 @@ def _layer_specs(a: Architecture, config: Any, layout: ParallelContext, *, is_sh
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention.core_attention = PackedAttention
     if a.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = HeadNorm
     if a.experts:
         parts.mlp = ModuleSpec(MixtureOfExperts, params={"shape": a.experts, "layout": layout, "is_shared": is_shared})
     else:
@@ -142,3 +143,27 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)  # float32 inside
+
+
+class HeadNorm(RMSNorm):
+    """Norm of each head of queries or keys."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, 1, H, D] -> the same."""
+        if not kernels.usable(x) or self.weight.requires_grad:
+            return super().forward(x)
+        y: Tensor = _HeadNorm.apply(x.flatten(0, -3), self.weight, self.eps)  # type: ignore[no-untyped-call]  # torch
+        return y.view(x.shape)
+
+
+class _HeadNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_THD: Tensor, weight: Tensor, eps: float) -> Tensor:  # Any: torch types its context so
+        ctx.save_for_backward(x_THD, weight)
+        ctx.eps = eps
+        return kernels.head_norm(x_THD, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        x_THD, weight = ctx.saved_tensors
+        return kernels.head_norm_backward(gradients[0], x_THD, weight, ctx.eps), None, None

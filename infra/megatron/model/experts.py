@@ -6,6 +6,7 @@ megatron-core needs Transformer Engine or a package of CUDA kernels for that. Wi
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,14 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from infra.config import LoraConfig
+from infra.megatron.lora.products import GradientSums
 from infra.megatron.model import grouped_gemm, kernels
 from infra.megatron.model.grouped_gemm import Adapters, Route
 from infra.megatron.model.parallel import ParallelContext
 from infra.models import architecture
+
+FIRST, SECOND = ("gate_proj", "up_proj"), ("down_proj",)
+"""Hugging Face projections of an expert's two layers."""
 
 # The index letters are those of grouped_gemm.py; P expert-parallel ranks, L experts of each
 
@@ -41,7 +46,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class Router(nn.Module):
-    """Router in float32 for every model: a token that is routed differently changes more than rounding does."""
+    """Router with logits in float32 for every model: a token that is routed differently changes more than rounding does."""
 
     def __init__(self, config: Any, shape: architecture.Experts) -> None:  # Any: megatron-core has no types
         super().__init__()
@@ -52,8 +57,7 @@ class Router(nn.Module):
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's experts and their shares, [T, K]."""
-        wide = kernels.wide(x_TH.dtype)
-        logits_TE = F.linear(x_TH.to(wide), self.weight.to(wide))
+        logits_TE: Tensor = _RouterLogits.apply(x_TH, self.weight)  # type: ignore[no-untyped-call]  # torch
         if self.routes_TK is not None:
             return self._replayed(logits_TE, self.routes_TK)
         if self.renormalise:  # softmax over the chosen ones alone equals softmax over all, renormalised
@@ -67,6 +71,23 @@ class Router(nn.Module):
         scores_TE = logits_TE if self.renormalise else logits_TE.softmax(-1)
         share_TK = scores_TE.gather(1, experts_TK)
         return share_TK.softmax(-1) if self.renormalise else share_TK, experts_TK
+
+
+class _RouterLogits(torch.autograd.Function):
+    """x weight', in float32. Products of two bfloat16 numbers are exact in float32, in which a GPU adds them up: nothing has to be widened first."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, weight_EH: Tensor) -> Tensor:  # Any: torch types its context so
+        ctx.save_for_backward(weight_EH)
+        if x_TH.is_cuda and x_TH.dtype is torch.bfloat16:
+            return torch.mm(x_TH, weight_EH.t(), out_dtype=torch.float32)
+        wide = kernels.wide(x_TH.dtype)
+        return F.linear(x_TH.to(wide), weight_EH.to(wide))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (weight_EH,) = ctx.saved_tensors
+        return gradients[0].to(weight_EH.dtype) @ weight_EH, None
 
 
 def replay_routes(layers: Iterable[Any], routes: Tensor | None) -> None:  # Any: megatron-core has no types
@@ -132,24 +153,33 @@ class ExpertAdapters(nn.Module):
     def __init__(self, experts: GroupedExperts, lora: LoraConfig) -> None:
         super().__init__()
         self.enabled, self.rank, self.scale = True, lora.rank, lora.alpha / lora.rank
-        self.ffn_size = experts.down.shape[2]
+        self.ffn_size, self.dtype = experts.down.shape[2], experts.down.dtype
         num_experts, hidden, ffn = experts.down.shape
         sizes = {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
         device = experts.down.device
         targets = [name for name in sizes if name in lora.target_modules]
         self.lora_A = nn.ParameterDict({x: torch.empty(num_experts, lora.rank, sizes[x][1], device=device) for x in targets})
         self.lora_B = nn.ParameterDict({x: torch.zeros(num_experts, sizes[x][0], lora.rank, device=device) for x in targets})
+        self.adapted = [names for names in (FIRST, SECOND) if any(name in targets for name in names)]
+        self.sums: tuple[GradientSums, ...] = ()
 
     def fused(self, dtype: torch.dtype) -> Adapters:
         """One A and one B for each of the two layers, in the type of the rows; like autocast."""
-        first, second = (self._layer(names, dtype) for names in (("gate_proj", "up_proj"), ("down_proj",)))
-        return Adapters(first, second, self.scale)
+        if self.sums:
+            pairs = [sums.used() for sums in self.sums]
+        else:
+            pairs = [(down.to(dtype), up.to(dtype)) for down, up in (self._pair(names) for names in self.adapted)]
+        of = dict(zip(self.adapted, pairs, strict=True))
+        return Adapters(of.get(FIRST), of.get(SECOND), self.scale)
 
-    def _layer(self, projections: tuple[str, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """Stack the A matrices; place each projection's B in its own block. Rows without an adapter are 0. The rank is padded for the kernels."""
+    def begin_sums(self) -> None:
+        """As LoraLinear's: one pair for each layer, until the end of an optimizer step's micro-batches."""
+        self.sums = tuple(GradientSums(partial(self._pair, names), self.dtype) for names in self.adapted)
+
+    def _pair(self, projections: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+        """Stack the A matrices; place each projection's B in its own block, in float32. Rows without an adapter are 0. The rank is padded for
+        the kernels."""
         names = [name for name in projections if name in self.lora_A]
-        if not names:
-            return None
         down, width = torch.cat([self.lora_A[name] for name in names], 1), len(names) * self.rank
         blocks = []
         for name in projections:
@@ -159,8 +189,7 @@ class ExpertAdapters(nn.Module):
             else:
                 blocks.append(down.new_zeros(len(down), self.ffn_size, width))
         missing = -width % grouped_gemm.ALIGNMENT
-        up = F.pad(torch.cat(blocks, 1), (0, missing))
-        return F.pad(down, (0, 0, 0, missing)).to(dtype), up.to(dtype)
+        return F.pad(down, (0, 0, 0, missing)), F.pad(torch.cat(blocks, 1), (0, missing))
 
 
 def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -170,6 +170,50 @@ if _found:
         value += tl.where(column == tl.load(targets + row), tl.load(at_target + row), 0.0)
         tl.store(result + row * width + column, value, mask=inside)
 
+    # Perf: torch's norm has a block of threads for each head, and copies heads that do not lie beside each other (docs/results/speed.md).
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def _head_norm(  # type: ignore[no-untyped-def]
+        x,
+        weight,
+        y,
+        token_stride,
+        head_stride,
+        eps,
+        heads: tl.constexpr,
+        width: tl.constexpr,
+        HEADS: tl.constexpr,
+        WIDTH: tl.constexpr,
+    ):
+        token, lanes, rows = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)[None, :], tl.arange(0, HEADS)[:, None]
+        inside = (lanes < width) & (rows < heads)
+        value = tl.load(x + token * token_stride + rows * head_stride + lanes, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(weight + lanes, mask=lanes < width, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(value * value, 1) / width + eps)[:, None]
+        tl.store(y + (token * heads + rows) * width + lanes, value * scale * factor, mask=inside)
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def _head_norm_backward(  # type: ignore[no-untyped-def]
+        gradient,
+        x,
+        weight,
+        result,
+        token_stride,
+        head_stride,
+        eps,
+        heads: tl.constexpr,
+        width: tl.constexpr,
+        HEADS: tl.constexpr,
+        WIDTH: tl.constexpr,
+    ):
+        token, lanes, rows = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)[None, :], tl.arange(0, HEADS)[:, None]
+        inside, place = (lanes < width) & (rows < heads), (token * heads + rows) * width + lanes
+        value = tl.load(x + token * token_stride + rows * head_stride + lanes, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(weight + lanes, mask=lanes < width, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(value * value, 1) / width + eps)[:, None]
+        normed = value * scale
+        g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32) * factor
+        tl.store(result + place, scale * (g - normed * (tl.sum(g * normed, 1) / width)[:, None]), mask=inside)
+
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _rotate(  # type: ignore[no-untyped-def]
         x,
@@ -194,6 +238,28 @@ if _found:
         target = y + (token * heads + rows) * 2 * half + lanes
         tl.store(target, first * c - second * s, mask=inside)
         tl.store(target + half, second * c + first * s, mask=inside)
+
+
+def head_norm(x_THD: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[T, H, D]: the RMS norm of each head, times weight [D]."""
+    x_THD = x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
+    y_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
+    _head_norm[(len(x_THD),)](x_THD, weight, y_THD, x_THD.stride(0), x_THD.stride(1), eps, **_head_sizes(x_THD))
+    return y_THD
+
+
+def head_norm_backward(gradient: Tensor, x_THD: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the gradient of `head_norm`'s input. gradient: [T, H, D]; x_THD: its input."""
+    gradient, x_THD = gradient.contiguous(), x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
+    result = torch.empty_like(gradient)
+    strides = x_THD.stride(0), x_THD.stride(1)
+    _head_norm_backward[(len(x_THD),)](gradient, x_THD, weight, result, *strides, eps, **_head_sizes(x_THD))
+    return result
+
+
+def _head_sizes(x_THD: Tensor) -> dict[str, int]:
+    _, heads, width = x_THD.shape
+    return {"heads": heads, "width": width, "HEADS": _power_of_2(heads), "WIDTH": _power_of_2(width)}
 
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:

@@ -87,7 +87,7 @@ def test_the_sums_over_micro_batches_are_the_gradients_of_all_of_them() -> None:
     expected = [matrix.grad for matrix in matrices]
     for matrix in matrices:
         matrix.grad = None
-    sums = GradientSums(pair(), torch.bfloat16)
+    sums = GradientSums(pair, torch.bfloat16)
     for x in xs:
         use(*sums.used(), x)
     assert all(matrix.grad is None for matrix in matrices), "not before they are handed on"

@@ -30,7 +30,9 @@ from infra.models import architecture
 
 KERNELS = """
 import torch
+from types import SimpleNamespace
 from infra.megatron.model import kernels
+from infra.megatron.model.build import HeadNorm
 from infra.megatron.model.activation import SwiGLU
 from infra.megatron.loss.logprobs import token_logprobs
 from infra.megatron.model.grouped_gemm import Adapters, add_by_expert, experts_output, route
@@ -43,6 +45,8 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
     logits, targets, upstream = (3 * torch.randn(17, 5000)).to(dtype), torch.randint(0, 5000, (17,)), torch.randn(17)
     heads = torch.randn(9, 3, 3 * 48, dtype=dtype)[..., 48:96]
     packed = Packed(**dict(zip(("cos", "sin"), Rotary(48, 1e6, dtype, torch.device("cpu"))(torch.arange(9)), strict=True)))
+    norm = HeadNorm(SimpleNamespace(params_dtype=dtype), 48, 1e-6).requires_grad_(False)
+    norm.weight.uniform_(0.5, 1.5)
     path = route(torch.tensor([[4, 1], [1, 2], [4, 2]]), 6)
     weights = [torch.randn(6, *size).mul(0.1).to(dtype) for size in ((64, 48), (48, 32), (8, 48), (64, 8), (8, 32), (48, 8))]
     hidden, shares = torch.randn(3, 48).to(dtype), torch.rand(6)
@@ -59,6 +63,9 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
         logprobs.backward(upstream)
         rotated = rotate(heads_leaf, packed)
         rotated.backward(heads.flip(0))
+        fused = torch.cat((heads, heads), 1).unsqueeze(1).clone().requires_grad_()
+        normed = norm(fused[:, :, 1:4])  # heads that do not lie beside each other
+        normed.backward(heads.flip(0).unsqueeze(1))
         leaves = [tensor.clone().requires_grad_() for tensor in (hidden, shares, *weights[2:])]
         mixed = experts_output(*leaves[:2], path, *weights[:2], Adapters(leaves[2:4], leaves[4:], 2.0))
         mixed.backward(hidden.flip(0))
@@ -66,7 +73,7 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
         rows = x[:, 0].clone().requires_grad_()
         gather(rows, copies_of(torch.tensor([2, 0, 2, 4, 0, 2]), 5)).backward(x[[0, 1, 2, 3, 4, 0], 0])
         of_experts += [rows.grad, *(add_by_expert(many.clone(), narrow, each, ends) for each in (matrices.mT, matrices.mT.contiguous()))]
-        found.append([rotated, heads_leaf.grad, y, x_leaf.grad, logprobs, entropies, logits_leaf.grad, *of_experts])
+        found.append([rotated, heads_leaf.grad, normed, fused.grad, y, x_leaf.grad, logprobs, entropies, logits_leaf.grad, *of_experts])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
 """
