@@ -2,6 +2,7 @@
 
     python tests/benches/tensor_file.py FOLDER [--megabytes 320] [--repeat 5] [--busy-s 0.3]
     python tests/benches/tensor_file.py FOLDER --at-once 323 --at-once 161.5 161.5      # one file against two beside each other
+    python tests/benches/tensor_file.py FOLDER --write-out 1500     # two files, a commit 1.2 s later, and another file meanwhile
 
 Medians, in turns; FOLDER decides which disk. Ours also with tensors that lie one after the other in one memory, as the
 trainer's do. Beside each one a thread keeps Python busy for --busy-s, as the launching of kernels does.
@@ -9,6 +10,7 @@ trainer's do. Beside each one a thread keeps Python busy for --busy-s, as the la
 
 import argparse
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +25,8 @@ from infra.store import digests, files
 
 NUM_TENSORS = 392
 """Of a 7B adapter."""
+LOADED_AFTER_S = 1.2
+"""Time between the files and their commit, in which the engine loads the adapter."""
 
 
 def by_library(path: Path, tensors: dict[str, torch.Tensor]) -> str:
@@ -72,6 +76,54 @@ def compare_at_once(folder: Path, choices: list[list[float]], repeat: int) -> No
     print("load", *os.getloadavg())
 
 
+def compare_write_out(folder: Path, megabytes: int, repeat: int) -> None:
+    """The disk is asked to begin while the files are written, or not; in turns."""
+    paths = [folder / f"bench-{number}.safetensors" for number in range(2)]
+    rows = torch.randn(2, NUM_TENSORS, megabytes * 10**6 // 4 // NUM_TENSORS)
+    bodies = [safetensors_writer.body_of({f"layer.{number:03}": row for number, row in enumerate(memory)}) for memory in rows]
+    found: dict[str, list[tuple[float, float, float]]] = {"from the beginning on": [], "at the commit": []}
+    usual = safetensors_writer.WRITE_OUT_EVERY
+    for _ in range(repeat):
+        for name, every in (("from the beginning on", usual), ("at the commit", 1 << 60)):
+            safetensors_writer.WRITE_OUT_EVERY = every
+            begin = time.perf_counter()
+            with ThreadPoolExecutor() as writers:
+                list(writers.map(lambda path, body: safetensors_writer.write(path, body, {}), paths, bodies))
+            written_s = time.perf_counter() - begin
+            time.sleep(LOADED_AFTER_S)
+            found[name].append((written_s, *synced(folder, paths)))
+            for path in paths:
+                path.unlink()
+    for name, measured in found.items():
+        written, synced_s, other = (
+            f"{median(values):.2f} s ({min(values):.2f} to {max(values):.2f})" for values in zip(*measured, strict=True)
+        )
+        print(f"written to the disk {name}: files made in {written}, synced in {synced_s}, longest other write {other}")
+
+
+def synced(folder: Path, paths: list[Path]) -> tuple[float, float]:
+    """Seconds until the files are synced, and the longest that a small file beside them took meanwhile."""
+    other, longest, is_done = folder / "other", 0.0, threading.Event()
+
+    def write_small() -> None:
+        nonlocal longest
+        while not is_done.wait(0.01):
+            begin = time.perf_counter()
+            other.write_bytes(b"small")
+            files.sync(other)
+            longest = max(longest, time.perf_counter() - begin)
+
+    with ThreadPoolExecutor(1) as beside:
+        beside.submit(write_small)
+        begin = time.perf_counter()
+        for path in paths:
+            files.sync(path)
+        seconds = time.perf_counter() - begin
+        is_done.set()
+    other.unlink(missing_ok=True)
+    return seconds, longest
+
+
 def busy(seconds: float) -> None:
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -85,10 +137,14 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--busy-s", type=float, default=0.0)
     parser.add_argument("--at-once", type=float, nargs="+", action="append", metavar="MEGABYTES", help="sizes of files")
+    parser.add_argument("--write-out", type=int, metavar="MEGABYTES", help="size of each of two files")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.at_once:
         compare_at_once(options.folder, options.at_once, options.repeat)
+        return
+    if options.write_out:
+        compare_write_out(options.folder, options.write_out, options.repeat)
         return
     length = options.megabytes * 10**6 // 4 // NUM_TENSORS
     memory = torch.randn(NUM_TENSORS, length)

@@ -5,17 +5,22 @@ It writes the same bytes as `safetensors.torch.save_file`, as a test checks. Wit
 (docs/results/h200-hand-over.md). Format: https://github.com/huggingface/safetensors, README.md.
 """
 
+import ctypes
 import hashlib
 import json
 import struct
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+WRITE_OUT_EVERY = 1 << 26
+"""Bytes. After so many the kernel is told to begin to write them to the disk."""
+_START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE of <fcntl.h>
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 ALIGNMENT = 8
 
@@ -43,16 +48,32 @@ def body_of(tensors: Mapping[str, Tensor]) -> Body:
 
 # Perf: 320 MB written, hashed and synced in 0.34 s; save_file and then a digest take 0.54 s (2 CPU cores, docs/history/log.md).
 def write(path: Path, body: Body, metadata: Mapping[str, str]) -> str:
-    """Write the file and return its SHA-256. The file is complete when this returns, but not yet synced to disk."""
+    """Write the file and return its SHA-256. The file is complete when this returns, but not yet synced to disk: most of it is on its way there."""
     parts = [_head(body, metadata), *body.parts]
-    sha256 = hashlib.sha256()
+    sha256, begun, written = hashlib.sha256(), 0, 0
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as in_background:  # both release the interpreter's lock
         updating = in_background.submit(_update, sha256, parts)
         for part in parts:
             while part:
-                part = part[file.write(part) :]  # a write may be partial
+                size = file.write(part[:WRITE_OUT_EVERY])  # it may be partial
+                part, written = part[size:], written + size
+                if written - begun >= WRITE_OUT_EVERY:
+                    _begin_to_write_out(file.fileno(), begun, written - begun)
+                    begun = written
         updating.result()
     return sha256.hexdigest()
+
+
+# Perf: 3 GB synced 1.2 s after they were written in 0.00 s, not 0.6 to 0.8 s, and other files meanwhile (tests/benches/tensor_file.py).
+def _begin_to_write_out(descriptor: int, begin: int, size: int) -> None:
+    """Let the kernel begin, without a wait. It is a hint: a file system that cannot do it writes later, when the file is synced."""
+    if (call := getattr(_libc(), "sync_file_range", None)) is not None:
+        call(descriptor, ctypes.c_int64(begin), ctypes.c_int64(size), _START_WRITEBACK)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def _update(digest: "hashlib._Hash", parts: Iterable[memoryview]) -> None:

@@ -1,5 +1,6 @@
 """The writer makes the library's files, and their digests."""
 
+import ctypes
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,45 @@ def test_a_body_is_written_again_with_what_its_tensors_hold_by_then(tensors: dic
     save_file(tensors, tmp_path / "theirs", {"number": "2"})
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes() != (tmp_path / "first").read_bytes()
     assert said == hashlib.sha256((tmp_path / "theirs").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("size", [3, 4096, 1 << 20])
+def test_the_disk_is_asked_to_begin_with_each_piece_of_a_file_once(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    begin = safetensors_writer._begin_to_write_out
+    monkeypatch.setattr(safetensors_writer, "WRITE_OUT_EVERY", 4096)
+    monkeypatch.setattr(
+        safetensors_writer, "_begin_to_write_out", lambda file, at, length: (asked.append((at, length)), begin(file, at, length))
+    )
+    tensors = {"many": torch.randn(size // 4), **{f"few {i}": torch.randn(300) for i in range(30)}}
+    save_file(tensors, tmp_path / "theirs", {})
+    safetensors_writer.write(tmp_path / "ours", safetensors_writer.body_of(tensors), {})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    ends = [0, *(at + length for at, length in asked)]
+    assert [at for at, _ in asked] == ends[:-1], "no gap, and nothing twice"
+    assert 0 <= (tmp_path / "ours").stat().st_size - ends[-1] < 4096
+    assert all(length < 2 * 4096 for _, length in asked), "while the file is written, not after a large tensor"
+
+
+def test_a_disk_that_cannot_be_asked_gets_the_file_all_the_same(
+    tensors: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors_writer, "WRITE_OUT_EVERY", 1)
+    monkeypatch.setattr(safetensors_writer, "_libc", lambda: None)
+    said = safetensors_writer.write(tmp_path / "file", safetensors_writer.body_of(tensors), {})
+    assert said == hashlib.sha256((tmp_path / "file").read_bytes()).hexdigest()
+
+
+def test_the_kernel_understands_the_hint(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb", buffering=0) as file:
+        file.write(bytes(8192))
+        begin, size = ctypes.c_int64(0), ctypes.c_int64(8192)
+        assert safetensors_writer._libc().sync_file_range(file.fileno(), begin, size, safetensors_writer._START_WRITEBACK) == 0
+        assert safetensors_writer._libc().sync_file_range(file.fileno(), begin, size, 1 << 30) == -1, (
+            "a flag that it does not know"
+        )
 
 
 def test_a_file_without_tensors_is_the_librarys(tmp_path: Path) -> None:

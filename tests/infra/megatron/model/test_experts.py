@@ -16,7 +16,7 @@ from infra.config import LoraConfig
 from infra.megatron.lora import layers as lora
 from infra.megatron.model import base_weights, grouped_gemm, parallel
 from infra.megatron.model.build import build
-from infra.megatron.model.experts import ExpertAdapters
+from infra.megatron.model.experts import ExpertAdapters, _RouterLogits
 from infra.megatron.model.grouped_gemm import Adapters
 from infra.models import architecture
 
@@ -200,3 +200,47 @@ def test_a_layer_whose_adapters_are_off_is_the_frozen_one(started: parallel.Para
     lora.set_enabled(net, True)
     lora.detach(net)
     assert torch.equal(layer(hidden)[0], before)
+
+
+@pytest.mark.parametrize("targets", [("gate_proj", "up_proj", "down_proj"), ("up_proj", "q_proj"), ("down_proj",)])
+def test_gradients_of_experts_adapters_are_summed_in_float32_and_arrive_at_the_end(
+    targets: tuple[str, ...], started: parallel.ParallelContext, new_job: Callable[..., Any]
+) -> None:
+    job = new_job("qwen3-moe").job
+    a = architecture.read_architecture(job.model_path)
+    net = build(a, job.trainer, started)
+    base_weights.load_base(net, job.model_path, a, started)
+    shards = lora.attach(net, a, LoraConfig(target_modules=targets), started, sequence_parallel=False)  # type: ignore[arg-type]
+    parameters = [shard.parameter for shard in shards if shard.is_expert and ".layers.0." in shard.name]
+    for i, parameter in enumerate(parameters):
+        parameter.data = normal(*parameter.shape, seed=i)
+    layer, microbatches = net.get_submodule("decoder.layers.0.mlp"), [normal(9, 1, 64, seed=i) for i in range(3)]
+
+    def backward() -> None:
+        for hidden in microbatches:
+            layer(hidden)[0].square().sum().backward()
+
+    backward()
+    expected = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    with lora.gradients_summed(net):
+        backward()
+        assert all(parameter.grad is None for parameter in parameters)
+    torch.testing.assert_close([parameter.grad for parameter in parameters], expected, rtol=1e-6, atol=1e-7)
+    assert all(float(parameter.grad.abs().max()) > 0 for parameter in parameters if parameter.grad is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_router_decides_in_float32_and_its_gradient_is_that_of_the_widened_product(dtype: torch.dtype) -> None:
+    x, weight, upstream = normal(T, H, seed=0).to(dtype), normal(E, H, seed=1).to(dtype), normal(T, E, seed=2)
+    found = []
+    for way in (_RouterLogits.apply, lambda x, weight: F.linear(x.float(), weight.float())):
+        leaf = x.clone().requires_grad_()
+        logits = way(leaf, weight)
+        assert logits.dtype is torch.float32
+        logits.backward(upstream)
+        found.append((logits.detach(), leaf.grad))
+    (mine, mine_x), (expected, expected_x) = found
+    assert torch.equal(mine, expected)
+    torch.testing.assert_close(mine_x, expected_x, **{} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 5e-3})
