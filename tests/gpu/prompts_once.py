@@ -294,6 +294,15 @@ def run(
     net: nn.Module, shards: list[Shard], adam: torch.optim.AdamW, batch: Batch, trainer: TrainerConfig, layout: ParallelContext
 ) -> tuple[dict[str, Any], Tensor]:
     """One step: its figures, and its gradient on the host."""
+    found = timed(net, shards, adam, batch, trainer, layout)
+    gradient = torch.cat([shard.parameter.grad.flatten().cpu() for shard in shards if shard.parameter.grad is not None])
+    return found, gradient
+
+
+def timed(
+    net: nn.Module, shards: list[Shard], adam: torch.optim.AdamW, batch: Batch, trainer: TrainerConfig, layout: ParallelContext
+) -> dict[str, Any]:
+    """One step: its figures."""
     on_gpu = layout.device.type == "cuda"
     if on_gpu:
         torch.cuda.empty_cache()
@@ -308,8 +317,7 @@ def run(
     if on_gpu:
         found["peak_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
         found["peak_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
-    gradient = torch.cat([shard.parameter.grad.flatten().cpu() for shard in shards if shard.parameter.grad is not None])
-    return found, gradient
+    return found
 
 
 def figures(a: Architecture, trainer: TrainerConfig, batch: Batch, shared: Batch, seconds: float) -> dict[str, float]:

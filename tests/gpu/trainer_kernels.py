@@ -133,7 +133,7 @@ def profiled(
     prompts_once.run(net, shards, adam, batch, trainer, layout)
     kinds = [ProfilerActivity.CPU] + ([] if o.small else [ProfilerActivity.CUDA])
     with profile(activities=kinds, record_shapes=True) as profiler:
-        step, _ = prompts_once.run(net, shards, adam, batch, trainer, layout)
+        step = prompts_once.timed(net, shards, adam, batch, trainer, layout)
     by = "self_cpu_time_total" if o.small else "self_device_time_total"
     rows = profiler.key_averages(group_by_input_shape=True).table(
         sort_by=by, row_limit=90, max_name_column_width=60, max_shapes_column_width=90
@@ -172,7 +172,7 @@ def gaps(
     """Of a whole step, in seconds: all of it, kernels, from the first kernel to the last, and the longest times in which none ran."""
     trainer = job.trainer.but(max_tokens_per_microbatch=o.microbatch[-1])
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        step, _ = prompts_once.run(net, shards, adam, batch, trainer, layout)
+        step = prompts_once.timed(net, shards, adam, batch, trainer, layout)
     ran = [e.time_range for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     spans = sorted((e.start, e.end) for e in ran)
     longest = sorted((b[0] - a[1] for a, b in pairwise(spans)), reverse=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 WRITE_OUT_EVERY = 1 << 26
-"""Bytes. After so many the kernel is told to begin to write them to the disk."""
+"""Bytes. Each time that this number is reached the kernel is told to begin to write them to the disk."""
 _START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE of <fcntl.h>
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 ALIGNMENT = 8
