@@ -170,7 +170,8 @@ if _found:
         value += tl.where(column == tl.load(targets + row), tl.load(at_target + row), 0.0)
         tl.store(result + row * width + column, value, mask=inside)
 
-    # Perf: torch's norm has a block of threads for each head, and copies heads that do not lie beside each other (docs/results/speed.md).
+    # Perf: norms 10.2 -> 4.1 ms of 194 a micro-batch; torch's copies heads that do not lie beside each other (12 layers of 30B-A3B, H200,
+    # docs/results/speed.md).
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _head_norm(  # type: ignore[no-untyped-def]
         x,
