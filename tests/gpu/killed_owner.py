@@ -76,7 +76,7 @@ def cell(sign: str, strike_engine: bool, overrides: list[str]) -> dict[str, Any]
     taker = subprocess.Popen([sys.executable, "-c", TAKE], env=other, stdout=subprocess.PIPE, text=True)
     assert taker.stdout is not None and taker.stdout.readline() == "mine\n"
     seconds = time.monotonic() - begin
-    left = [process.pid for process in ours if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    left = [process.pid for process in ours if is_alive(process)]
     found = {"turn_after_s": seconds, "held_gib": held, "left_gib": memory_gib(), "processes": len(ours), "left": left}
     taker.communicate()
     flow.wait()
@@ -86,6 +86,14 @@ def cell(sign: str, strike_engine: bool, overrides: list[str]) -> dict[str, Any]
     assert found["left_gib"] < IDLE_GIB or not devices.num_gpus(), found
     assert not list((lock_folder.folder() / "programs").glob("*"))
     return found
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """It may end while it is looked at."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def memory_gib() -> float:
