@@ -2,7 +2,10 @@
 
 import ctypes
 import hashlib
+import os
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +26,11 @@ def tensors() -> dict[str, torch.Tensor]:
         "empty": torch.zeros(0, 4),
         "scalar": torch.tensor(1.5),
     }
+
+
+def hinted() -> None:
+    """Wait until the kernel has all hints."""
+    safetensors_writer._HINTS.submit(lambda: None).result()
 
 
 @pytest.mark.parametrize("length", range(1, 17))  # of a head that has to be filled up to a multiple of eight
@@ -59,7 +67,11 @@ def test_the_disk_is_asked_to_begin_with_each_piece_of_a_file_once(
     )
     tensors = {"many": torch.randn(size // 4), **{f"few {i}": torch.randn(300) for i in range(30)}}
     save_file(tensors, tmp_path / "theirs", {})
+    hinted()
+    open_before = len(os.listdir("/proc/self/fd"))
     safetensors_writer.write(tmp_path / "ours", safetensors_writer.body_of(tensors), {})
+    hinted()
+    assert len(os.listdir("/proc/self/fd")) == open_before
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
     ends = [0, *(at + length for at, length in asked)]
     assert [at for at, _ in asked] == ends[:-1], "no gap, and nothing twice"
@@ -73,7 +85,26 @@ def test_a_disk_that_cannot_be_asked_gets_the_file_all_the_same(
     monkeypatch.setattr(safetensors_writer, "WRITE_OUT_EVERY", 1)
     monkeypatch.setattr(safetensors_writer, "_libc", lambda: None)
     said = safetensors_writer.write(tmp_path / "file", safetensors_writer.body_of(tensors), {})
+    hinted()
     assert said == hashlib.sha256((tmp_path / "file").read_bytes()).hexdigest()
+
+
+def test_a_file_does_not_wait_for_a_disk_whose_queue_is_full(
+    tensors: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_room, waited = threading.Event(), []
+
+    def wait(*_: object) -> None:
+        waited.append(threading.current_thread())
+        has_room.wait(5)
+
+    monkeypatch.setattr(safetensors_writer, "WRITE_OUT_EVERY", 256)
+    monkeypatch.setattr(safetensors_writer, "_libc", lambda: SimpleNamespace(sync_file_range=wait))
+    said = safetensors_writer.write(tmp_path / "file", safetensors_writer.body_of(tensors), {})
+    assert said == hashlib.sha256((tmp_path / "file").read_bytes()).hexdigest()
+    has_room.set()
+    hinted()
+    assert waited and threading.current_thread() not in waited
 
 
 def test_the_kernel_understands_the_hint(tmp_path: Path) -> None:
