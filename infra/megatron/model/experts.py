@@ -5,7 +5,7 @@ router -> rows sorted by expert [-> to the ranks that hold them] -> experts [-> 
 megatron-core needs Transformer Engine or a package of CUDA kernels for that. Without them it processes the experts one after the other.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -153,7 +153,9 @@ class ExpertAdapters(nn.Module):
     def __init__(self, experts: GroupedExperts, lora: LoraConfig) -> None:
         super().__init__()
         self.enabled, self.rank, self.scale = True, lora.rank, lora.alpha / lora.rank
-        self.ffn_size, self.dtype = experts.down.shape[2], experts.down.dtype
+        self.ffn_size = experts.down.shape[2]
+        # Asked when it is needed: tests widen a whole model. Not the module, which would make the experts a part of their adapters.
+        self.base_dtype: Callable[[], torch.dtype] = lambda: experts.down.dtype
         num_experts, hidden, ffn = experts.down.shape
         sizes = {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
         device = experts.down.device
@@ -174,7 +176,7 @@ class ExpertAdapters(nn.Module):
 
     def begin_sums(self) -> None:
         """As LoraLinear's: one pair for each layer, until the end of an optimizer step's micro-batches."""
-        self.sums = tuple(GradientSums(partial(self._pair, names), self.dtype) for names in self.adapted)
+        self.sums = tuple(GradientSums(partial(self._pair, names), self.base_dtype()) for names in self.adapted)
 
     def _pair(self, projections: tuple[str, ...]) -> tuple[Tensor, Tensor]:
         """Stack the A matrices; place each projection's B in its own block, in float32. Rows without an adapter are 0. The rank is padded for
