@@ -67,7 +67,7 @@ def write(path: Path, body: Body, metadata: Mapping[str, str]) -> str:
     return sha256.hexdigest()
 
 
-# Perf: sync of 3 GB 0.53 -> 0.02 s, another file's write meanwhile 0.22 -> 0.01 s (2 CPU cores, docs/results/speed.md).
+# Perf: sync of 3 GB 0.60 -> 0.02 s, another file's write meanwhile 0.20 -> 0.00 s (2 CPU cores, docs/results/speed.md).
 def _begin_to_write_out(descriptor: int, begin: int, size: int) -> None:
     """Let the kernel begin, and close the descriptor. It is a hint: a file system that cannot do it writes later, when the file is synced."""
     try:
