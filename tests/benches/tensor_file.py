@@ -77,7 +77,7 @@ def compare_at_once(folder: Path, choices: list[list[float]], repeat: int) -> No
 
 
 def compare_write_out(folder: Path, megabytes: int, repeat: int) -> None:
-    """The disk is asked to begin while the files are written, or not; in turns."""
+    """Print how long files and commit take with and without hints to the kernel while the files are written; both in turns."""
     paths = [folder / f"bench-{number}.safetensors" for number in range(2)]
     rows = torch.randn(2, NUM_TENSORS, megabytes * 10**6 // 4 // NUM_TENSORS)
     bodies = [safetensors_writer.body_of({f"layer.{number:03}": row for number, row in enumerate(memory)}) for memory in rows]

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from infra.config import TrainerConfig
 from infra.megatron.loss.microbatch import MicroBatch
-from infra.megatron.model import kernels
-from infra.megatron.model.activation import SwiGLU
 from infra.megatron.model.attention import PackedAttention
 from infra.megatron.model.copies import gather
 from infra.megatron.model.experts import MixtureOfExperts, replay_routes
+from infra.megatron.model.norms_and_activation import HeadNorm, RMSNorm, SwiGLU
 from infra.megatron.model.parallel import ParallelContext
 from infra.megatron.model.rotary import Packed, Rotary
 from infra.models.architecture import Architecture
@@ -131,39 +130,3 @@ def _layer_specs(a: Architecture, config: Any, layout: ParallelContext, *, is_sh
     else:
         parts.mlp.submodules.activation_func = SwiGLU
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RMSNorm)
-
-
-class RMSNorm(nn.Module):
-    """megatron-core's own refuses sequence parallelism; but a norm is per token, and our weights are frozen."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)  # float32 inside
-
-
-class HeadNorm(RMSNorm):
-    """Norm of each head of queries or keys."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, 1, H, D] -> the same."""
-        if not kernels.usable(x) or self.weight.requires_grad:
-            return super().forward(x)
-        y: Tensor = _HeadNorm.apply(x.flatten(0, -3), self.weight, self.eps)  # type: ignore[no-untyped-call]  # torch
-        return y.view(x.shape)
-
-
-class _HeadNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_THD: Tensor, weight: Tensor, eps: float) -> Tensor:  # Any: torch types its context so
-        ctx.save_for_backward(x_THD, weight)
-        ctx.eps = eps
-        return kernels.head_norm(x_THD, weight, eps)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        x_THD, weight = ctx.saved_tensors
-        return kernels.head_norm_backward(gradients[0], x_THD, weight, ctx.eps), None, None

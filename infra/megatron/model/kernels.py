@@ -14,7 +14,8 @@ ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's interpreter: slow, for tests of these kernels without a GPU."""
 EXPERT_ROWS = 64
 """Rows of a tile of add_by_expert."""
-_found = importlib.util.find_spec("triton") is not None and (torch.cuda.is_available() or ON_CPU)
+HAS_TRITON = importlib.util.find_spec("triton") is not None and (torch.cuda.is_available() or ON_CPU)
+_found = HAS_TRITON
 
 
 # Perf: with rotary.py and the products of lora/layers.py, 7B training 10.5k -> 18.2k tokens/s (H200, docs/history/log.md).
@@ -28,7 +29,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-if _found:
+if HAS_TRITON:
     import triton
     import triton.language as tl
 
@@ -170,51 +171,6 @@ if _found:
         value += tl.where(column == tl.load(targets + row), tl.load(at_target + row), 0.0)
         tl.store(result + row * width + column, value, mask=inside)
 
-    # Perf: norms 10.2 -> 4.1 ms of 194 a micro-batch; torch's copies heads that do not lie beside each other (12 layers of 30B-A3B, H200,
-    # docs/results/speed.md).
-    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-    def _head_norm(  # type: ignore[no-untyped-def]
-        x,
-        weight,
-        y,
-        token_stride,
-        head_stride,
-        eps,
-        heads: tl.constexpr,
-        width: tl.constexpr,
-        HEADS: tl.constexpr,
-        WIDTH: tl.constexpr,
-    ):
-        token, lanes, rows = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)[None, :], tl.arange(0, HEADS)[:, None]
-        inside = (lanes < width) & (rows < heads)
-        value = tl.load(x + token * token_stride + rows * head_stride + lanes, mask=inside, other=0.0).to(tl.float32)
-        factor = tl.load(weight + lanes, mask=lanes < width, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(value * value, 1) / width + eps)[:, None]
-        tl.store(y + (token * heads + rows) * width + lanes, value * scale * factor, mask=inside)
-
-    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-    def _head_norm_backward(  # type: ignore[no-untyped-def]
-        gradient,
-        x,
-        weight,
-        result,
-        token_stride,
-        head_stride,
-        eps,
-        heads: tl.constexpr,
-        width: tl.constexpr,
-        HEADS: tl.constexpr,
-        WIDTH: tl.constexpr,
-    ):
-        token, lanes, rows = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)[None, :], tl.arange(0, HEADS)[:, None]
-        inside, place = (lanes < width) & (rows < heads), (token * heads + rows) * width + lanes
-        value = tl.load(x + token * token_stride + rows * head_stride + lanes, mask=inside, other=0.0).to(tl.float32)
-        factor = tl.load(weight + lanes, mask=lanes < width, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(value * value, 1) / width + eps)[:, None]
-        normed = value * scale
-        g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32) * factor
-        tl.store(result + place, scale * (g - normed * (tl.sum(g * normed, 1) / width)[:, None]), mask=inside)
-
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _rotate(  # type: ignore[no-untyped-def]
         x,
@@ -241,39 +197,18 @@ if _found:
         tl.store(target + half, second * c + first * s, mask=inside)
 
 
-def head_norm(x_THD: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[T, H, D]: the RMS norm of each head, times weight [D]."""
-    x_THD = x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
-    y_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
-    _head_norm[(len(x_THD),)](x_THD, weight, y_THD, x_THD.stride(0), x_THD.stride(1), eps, **_head_sizes(x_THD))
-    return y_THD
-
-
-def head_norm_backward(gradient: Tensor, x_THD: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the gradient of `head_norm`'s input. gradient: [T, H, D]; x_THD: its input."""
-    gradient, x_THD = gradient.contiguous(), x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
-    result = torch.empty_like(gradient)
-    strides = x_THD.stride(0), x_THD.stride(1)
-    _head_norm_backward[(len(x_THD),)](gradient, x_THD, weight, result, *strides, eps, **_head_sizes(x_THD))
-    return result
-
-
-def _head_sizes(x_THD: Tensor) -> dict[str, int]:
-    _, heads, width = x_THD.shape
-    return {"heads": heads, "width": width, "HEADS": _power_of_2(heads), "WIDTH": _power_of_2(width)}
-
-
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     """Rotate every head of a token by that token's angles, or back with sign -1. cos and sin are [T, 1, D], with equal halves."""
     x_THD = x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
     num_tokens, heads, width = x_THD.shape
     y_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
-    sizes = {"heads": heads, "half": width // 2, "HEADS": _power_of_2(heads), "HALF": _power_of_2(width // 2)}
+    sizes = {"heads": heads, "half": width // 2, "HEADS": power_of_2(heads), "HALF": power_of_2(width // 2)}
     _rotate[(num_tokens,)](x_THD, cos, sin, y_THD, x_THD.stride(0), x_THD.stride(1), sign, **sizes)
     return y_THD
 
 
-def _power_of_2(size: int) -> int:
+def power_of_2(size: int) -> int:
+    """Return the least power of 2 that is not below size."""
     return 1 << (size - 1).bit_length()
 
 
@@ -323,7 +258,7 @@ def add_by_expert(y_NO: Tensor, narrow_NR: Tensor, matrices_ERO: Tensor, ends_E:
     narrow_NR, (num_rows, width), rank = narrow_NR.contiguous(), y_NO.shape, narrow_NR.shape[1]
     starts = torch.arange(0, num_rows, EXPERT_ROWS, device=y_NO.device, dtype=ends_E.dtype)
     firsts = torch.searchsorted(ends_E, starts, right=True)
-    sizes = {"rank": rank, "width": width, "ROWS": EXPERT_ROWS, "RANK": max(16, _power_of_2(rank)), "COLUMNS": 128}
+    sizes = {"rank": rank, "width": width, "ROWS": EXPERT_ROWS, "RANK": max(16, power_of_2(rank)), "COLUMNS": 128}
     sizes["IN_FLOAT32"] = ON_CPU  # Triton's interpreter takes the bits of bfloat16 for integers in a product (3.6.0)
     grid = (len(starts), -(-width // 128))
     _add_by_expert[grid](y_NO, narrow_NR, matrices_ERO, ends_E, firsts, num_rows, *matrices_ERO.stride(), **sizes)
@@ -334,7 +269,7 @@ def combine_copies(copied: Tensor, order_N: Tensor, starts: Tensor) -> Tensor:
     """[T, W]: the sum of each row's copies; see infra.megatron.model.copies."""
     copied, width = copied.contiguous(), copied.shape[1]
     y = copied.new_empty(len(starts) - 1, width)
-    block = min(_power_of_2(width), 1024)
+    block = min(power_of_2(width), 1024)
     _combine_copies[_grid(y, width, block)](copied, order_N, starts, y, width, BLOCK=block)
     return y
 

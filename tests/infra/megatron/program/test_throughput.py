@@ -32,8 +32,7 @@ KERNELS = """
 import torch
 from types import SimpleNamespace
 from infra.megatron.model import kernels
-from infra.megatron.model.build import HeadNorm
-from infra.megatron.model.activation import SwiGLU
+from infra.megatron.model.norms_and_activation import HeadNorm, SwiGLU
 from infra.megatron.loss.logprobs import token_logprobs
 from infra.megatron.model.grouped_gemm import Adapters, add_by_expert, experts_output, route
 from infra.megatron.model.copies import copies_of, gather
