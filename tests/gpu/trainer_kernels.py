@@ -5,7 +5,8 @@
 
 The checkout and this folder on PYTHONPATH. 64 prompts x 8, 512 + 512 tokens, prompts once per group. Sizes take turns; the first step of
 each, which compiles kernels, is left out. `--profile` adds a table of one micro-batch of the last size: kernels by kind with their
-launches, the time in which none runs, and the CPU's; and OUT.operations.txt, operations by shape.
+launches, the time in which none runs, and the CPU's; OUT.operations.txt, operations by shape; and, of a whole step, the kernels before
+which most time passes without one.
 `--gradient` writes the gradient, or says how far it is from the one in the file. --small: a CPU, to see that it works.
 """
 

@@ -23,7 +23,7 @@ WRITE_OUT_EVERY = 1 << 26
 """Bytes after which the kernel is told to begin to write them to the disk."""
 _START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE of <fcntl.h>
 _HINTS = ThreadPoolExecutor(1)
-"""Gives them: the kernel lets its caller wait where it would write more than the disk's queue holds, and no file waits for the disk."""
+"""The thread that tells the kernel. A caller waits where the disk's queue is full, and the thread that writes a file must not."""
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 ALIGNMENT = 8
 

@@ -60,7 +60,7 @@ class HeadNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, 1, H, D] -> the same."""
-        if not kernels.usable(x) or self.weight.requires_grad:
+        if not kernels.usable(x) or self.weight.requires_grad:  # the kernel gives the weight no gradient
             return super().forward(x)
         y: Tensor = _HeadNorm.apply(x.flatten(0, -3), self.weight, self.eps)  # type: ignore[no-untyped-call]  # torch
         return y.view(x.shape)

@@ -202,9 +202,10 @@ def test_a_layer_whose_adapters_are_off_is_the_frozen_one(started: parallel.Para
     assert torch.equal(layer(hidden)[0], before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("targets", [("gate_proj", "up_proj", "down_proj"), ("up_proj", "q_proj"), ("down_proj",)])
-def test_gradients_of_experts_adapters_are_summed_in_float32_and_arrive_at_the_end(
-    targets: tuple[str, ...], started: parallel.ParallelContext, new_job: Callable[..., Any]
+def test_gradients_of_experts_adapters_are_summed_and_arrive_at_the_end(
+    targets: tuple[str, ...], dtype: torch.dtype, started: parallel.ParallelContext, new_job: Callable[..., Any]
 ) -> None:
     job = new_job("qwen3-moe").job
     a = architecture.read_architecture(job.model_path)
@@ -214,7 +215,8 @@ def test_gradients_of_experts_adapters_are_summed_in_float32_and_arrive_at_the_e
     parameters = [shard.parameter for shard in shards if shard.is_expert and ".layers.0." in shard.name]
     for i, parameter in enumerate(parameters):
         parameter.data = normal(*parameter.shape, seed=i)
-    layer, microbatches = net.get_submodule("decoder.layers.0.mlp"), [normal(9, 1, 64, seed=i) for i in range(3)]
+    net.to(dtype)  # after the adapters were attached
+    layer, microbatches = net.get_submodule("decoder.layers.0.mlp"), [normal(9, 1, 64, seed=i).to(dtype) for i in range(3)]
 
     def backward() -> None:
         for hidden in microbatches:
