@@ -1,9 +1,9 @@
-"""Compile SGLang's own CUDA kernels side by side while SGLang is still being imported.
+"""Compile SGLang's own CUDA kernels, and FlashInfer's norms, side by side while SGLang is still being imported.
 
 SGLang compiles each kernel at its first use, one after the other, while its GPU waits: 7 to 14 s each, at the first start on a machine. Here
 a program beside the launcher asks for the same kernels at once, by SGLang's own functions, and puts each into SGLang's cache when it is
 whole. SGLang then finds it there; what is missing it compiles as ever, so nothing here can change a number or stop a start.
-Read in the source of 0.5.17 (kernels/jit/utils/compile.py, kernels/ops/).
+Read in the source of SGLang 0.5.17 (kernels/jit/utils/compile.py, kernels/ops/) and FlashInfer 0.6.15 (norm/, jit/core.py).
 """
 
 import importlib
@@ -24,6 +24,8 @@ CACHE = "TVM_FFI_CACHE_DIR"
 FOLDER = "ahead.tmp"
 """Where kernels are compiled, in the cache. The program that makes it compiles: replicas of an engine share a cache and start together."""
 NAME = "sgl_kernel_jit_*"
+NORMS = "--norms"
+"""Has this program compile FlashInfer's norms alone."""
 ARCHITECTURE = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
 ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -82,29 +84,59 @@ def flags_of(argv: Sequence[str]) -> dict[str, str]:
 
 
 def main(argv: Sequence[str]) -> None:
+    if argv == [NORMS]:
+        compile_norms()
+        return
     begin, cache = time.monotonic(), Path(os.environ[CACHE])
     os.environ[CACHE] = str(cache / FOLDER)
     try:
-        failed = compile_all(argv)
+        architecture = _architecture()
+        norms = subprocess.Popen(
+            [sys.executable, __file__, NORMS],
+            env={"FLASHINFER_CUDA_ARCH_LIST": architecture, **os.environ},
+            stderr=subprocess.DEVNULL,
+        )
+        failed = compile_all(argv, architecture)
     except Exception as error:  # noqa: BLE001  # a start goes on without
         print(f"SGLang's kernels are not compiled ahead: {error!r}", flush=True)
         return
     made = [folder for folder in (cache / FOLDER).glob(NAME) if _moved(folder, cache / folder.name)]
     shutil.rmtree(cache / FOLDER, ignore_errors=True)
     print(f"{len(made)} kernels of SGLang compiled ahead in {time.monotonic() - begin:.0f} s", *failed, sep="; ", flush=True)
+    norms.wait()
 
 
-def compile_all(argv: Sequence[str]) -> list[str]:
-    """Compile the kernels of the model and GPU at hand, and return in words which could not be."""
+def compile_norms() -> None:
+    """Compile the norms of FlashInfer that are CUDA, which it uses where it has not the packages for those in CuTe: with one compilation of 40 s
+    the longest of all, so they begin before SGLang's functions are imported.
+
+    They are compiled in FlashInfer's own cache: SGLang waits for FlashInfer's lock if it is there before they are whole.
+    """
+    begin = time.monotonic()
+    try:
+        norm = importlib.import_module("flashinfer.norm")
+        if norm._USE_CUDA_NORM:
+            norm.gen_norm_module().build(verbose=False)
+            print(f"FlashInfer's norms compiled ahead in {time.monotonic() - begin:.0f} s", flush=True)
+    except Exception as error:  # noqa: BLE001  # a start goes on without
+        print(f"FlashInfer's norms are not compiled ahead: {error!r}"[:200], flush=True)
+
+
+def _architecture() -> str:
+    found = set(subprocess.run(ARCHITECTURE, capture_output=True, text=True, check=True).stdout.split())
+    if len(found) != 1:
+        raise ValueError(f"which of the GPUs with {sorted(found)} this engine gets is not known here")
+    return found.pop()
+
+
+def compile_all(argv: Sequence[str], architecture: str) -> list[str]:
+    """Compile SGLang's kernels of a model, and return in words which could not be."""
     flags = flags_of(argv)
     config = json.loads((Path(flags["--model-path"]) / "config.json").read_bytes())
-    architectures = set(subprocess.run(ARCHITECTURE, capture_output=True, text=True, check=True).stdout.split())
-    if len(architectures) != 1:
-        return [f"which of the GPUs with {sorted(architectures)} this engine gets is not known here"]
     import torch
     from sglang.kernels.jit.utils import get_jit_cuda_arch, override_jit_cuda_arch
 
-    major, minor = map(int, architectures.pop().split("."))
+    major, minor = map(int, architecture.split("."))
     with override_jit_cuda_arch(major, minor), ThreadPoolExecutor(max_workers=8) as threads:
         # Each compilation sets it and puts it back: without a value, another one under way would find none.
         os.environ["TVM_FFI_CUDA_ARCH_LIST"] = get_jit_cuda_arch().target_name

@@ -45,6 +45,17 @@ def override_jit_cuda_arch(major, minor):
 def get_jit_cuda_arch():
     return SimpleNamespace(target_name="9.0a")
 """
+FLASHINFER = """
+import os
+from pathlib import Path
+
+_USE_CUDA_NORM = os.environ["FLASHINFER_CUDA_ARCH_LIST"] == "9.0"
+
+class gen_norm_module:
+    def build(self, verbose):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+        (Path(os.environ["FLASHINFER_WORKSPACE_BASE"]) / "norm.so").write_text("ahead")
+"""
 
 
 @pytest.fixture
@@ -60,6 +71,8 @@ def environ(tmp_path: Path) -> dict[str, str]:
     for name, text in {f"ops/{name}": COMPILER + text for name, text in ops.items()}.items() | {("jit/utils.py", UTILS)}:
         (sglang / name).parent.mkdir(parents=True, exist_ok=True)
         (sglang / name).write_text(text)
+    (tmp_path / "site/flashinfer").mkdir()
+    (tmp_path / "site/flashinfer/norm.py").write_text(FLASHINFER)
     (tmp_path / "site/torch.py").write_text("bfloat16, int64 = 'bf16', 'i64'")
     tool = tmp_path / "bin/nvidia-smi"
     tool.parent.mkdir()
@@ -69,7 +82,8 @@ def environ(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "model/config.json").write_text(json.dumps(QWEN2))
     search = f"{tool.parent}{os.pathsep}{os.environ['PATH']}"
     return os.environ | {
-        "PATH": search, "PYTHONPATH": str(tmp_path / "site"), "TVM_FFI_CACHE_DIR": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1",
+        "PATH": search, "PYTHONPATH": str(tmp_path / "site"), "TVM_FFI_CACHE_DIR": str(tmp_path / "cache"),
+        "FLASHINFER_WORKSPACE_BASE": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1",
     }  # fmt: skip
 
 
@@ -88,8 +102,10 @@ def test_kernels_are_put_whole_into_the_cache_and_what_cannot_be_compiled_is_one
     environ: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     said = done(environ, tmp_path, capfd)
-    assert said.startswith("3 kernels of SGLang compiled ahead in 0 s; not _jit_clamp_position_module: AttributeError(")
-    assert said.count("\n") == 1
+    assert "3 kernels of SGLang compiled ahead in 0 s; not _jit_clamp_position_module: AttributeError(" in said
+    assert said.count("\n") == 2
+    assert "\nFlashInfer's norms compiled ahead in 0 s\n" in f"\n{said}"
+    assert (tmp_path / "norm.so").read_text() == "ahead"
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [
         "sgl_kernel_jit_activation", "sgl_kernel_jit_kvcache_256_256", "sgl_kernel_jit_rope_True_64"
     ]  # fmt: skip
@@ -102,14 +118,32 @@ def test_what_sglang_has_compiled_in_the_meantime_stays(
     own = tmp_path / "cache/sgl_kernel_jit_activation/kernel.so"
     late = tmp_path / "site/sglang/kernels/ops/activation/activation.py"
     late.write_text(late.read_text() + f"\n    Path({str(own.parent)!r}).mkdir()\n    Path({str(own)!r}).write_text('SGLang')")
-    assert done(environ, tmp_path, capfd).startswith("2 kernels")
+    assert "2 kernels" in done(environ, tmp_path, capfd)
     assert own.read_text() == "SGLang"
+
+
+@pytest.mark.parametrize(
+    ("flashinfer", "expected"),
+    [
+        (FLASHINFER.replace('== "9.0"', '== ""'), "3 kernels"),
+        (FLASHINFER.replace("verbose", "loud"), "FlashInfer's norms are not compiled ahead: TypeError("),
+    ],
+)  # fmt: skip
+def test_norms_are_compiled_where_flashinfer_will_use_them(
+    flashinfer: str, expected: str, environ: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "site/flashinfer/norm.py").write_text(flashinfer)
+    said = done(environ, tmp_path, capfd)
+    assert "3 kernels" in said
+    assert expected in said
+    assert "norms compiled" not in said
+    assert not (tmp_path / "norm.so").exists()
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"OTHER_GPU": "12.0"}, "0 kernels of SGLang compiled ahead in 0 s; which of the GPUs with ['12.0', '9.0'] this engine gets is not known"),
+        ({"OTHER_GPU": "12.0"}, "SGLang's kernels are not compiled ahead: ValueError(\"which of the GPUs with ['12.0', '9.0'] this engine"),
         ({"PATH": "/nowhere"}, "SGLang's kernels are not compiled ahead: FileNotFoundError("),
     ],
 )  # fmt: skip
