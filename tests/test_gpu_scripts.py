@@ -90,6 +90,14 @@ def test_points_of_the_forecast_are_measured(tmp_path: Path) -> None:
     assert all(case["seconds"] > 0 for case in found["cases"].values())
 
 
+def test_ways_of_attention_take_turns(tmp_path: Path) -> None:
+    said = run("attention_backends.py", str(tmp_path / "attention.json"), "--small", "--microbatch", "64", "--repeat", "2")
+    found = read_json(tmp_path / "attention.json")["steps"]
+    assert [step["way"] for step in found] == ["torch varlen_attn", "flash-attn-4"] * 2
+    assert len({step["loss"] for step in found}) == 1
+    assert said.splitlines()[-1].startswith("64 flash-attn-4: ")
+
+
 def test_prompts_computed_once_are_compared_with_prompts_of_each_sample(tmp_path: Path) -> None:
     assert run("prompts_once.py", str(tmp_path / "once.json"), "--small").endswith("done\n")
     found = read_json(tmp_path / "once.json")["shapes"]

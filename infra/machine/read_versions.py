@@ -13,10 +13,15 @@ from collections.abc import Iterable
 from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 
-TRAINER_PACKAGES = ("torch", "megatron-core", "transformers", "triton", "safetensors", "numpy")
+TRAINER_PACKAGES = ("torch", "megatron-core", "transformers", "triton", "flash-attn-4", "safetensors", "numpy")
 """Packages that affect the trainer's numbers."""
 HERE = Path(__file__).resolve().parent
-MODULES = {"megatron-core": "megatron", "sglang-kernel": "sgl_kernel", "flashinfer-python": "flashinfer"}
+MODULES = {
+    "megatron-core": "megatron",
+    "sglang-kernel": "sgl_kernel",
+    "flash-attn-4": "flash_attn",
+    "flashinfer-python": "flashinfer",
+}
 """Modules whose name differs from their package's name."""
 
 

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 VARIABLES = {
     "CUDA_CACHE_PATH": "cuda",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "SGLANG_CACHE_DIR": "sglang",
     "SGLANG_DG_CACHE_DIR": "deep-gemm",
@@ -31,8 +32,10 @@ VARIABLES = {
     "VLLM_CACHE_ROOT": "vllm",
 }
 """Environment variables by which the libraries find their caches, and the folders that they get. Read in the source of SGLang 0.5.17 and 0.5.18
-(srt/environ.py, kernels/jit/utils/compile.py, layers/deep_gemm_wrapper/compile_utils.py), FlashInfer 0.6.15 (jit/env.py) and
-apache-tvm-ffi 0.1.11 (cpp/extension.py). CUDA and Triton document theirs."""
+(srt/environ.py, kernels/jit/utils/compile.py, layers/deep_gemm_wrapper/compile_utils.py), FlashInfer 0.6.15 (jit/env.py),
+apache-tvm-ffi 0.1.11 (cpp/extension.py) and flash-attn-4 4.0.0b36 (flash_attn/cute/cache_utils.py). CUDA and Triton document theirs."""
+SWITCHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
+"""Environment variables without which a library keeps no kernels."""
 ABOUT = "about.json"
 """Versions that a folder is for."""
 PASSING = re.compile(r"\.(lock|tmp|pid)|\.ninja|/tmp[._]|^about|^bytecode/")
@@ -65,7 +68,7 @@ def variables(versions: Mapping[str, str], *, has_bytecode: bool = True) -> dict
     if not (folder / ABOUT).exists():
         write_json(folder / ABOUT, dict(versions))
     places = VARIABLES if has_bytecode else VARIABLES | BYTECODE
-    return {name: str(folder / place) if place else "" for name, place in places.items()}
+    return {name: str(folder / place) if place else "" for name, place in places.items()} | SWITCHES
 
 
 def files_in(folder: Path) -> frozenset[str]:

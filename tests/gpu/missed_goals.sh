@@ -49,8 +49,8 @@ for part in $PARTS; do
     trainer)
       rm -rf "$MODELS/qwen2.5-7b"
       model qwen3-30b-a3b
-      measure trainer 300 train_speed.py "$FOLDER/trainer.json" --model "$MODELS/qwen3-30b-a3b" --tokens 131072 --seq 1024 --rank 8 --repeat 3 \
-        --microbatch 13824 15360 --no-fresh --profile ;;
+      measure trainer 300 train_speed.py "$FOLDER/trainer.json" --model "$MODELS/qwen3-30b-a3b" --tokens 131072 --seq 1024 --rank 8 --repeat 4 \
+        --microbatch 13824 --no-fresh ;;
     small)
       measure small 200 trainer_kernels.py "$FOLDER/small.json" --shape qwen2.5-0.5b --microbatch 45056 73728 --repeat 5 --profile ;;
     7b)

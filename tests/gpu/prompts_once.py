@@ -9,7 +9,7 @@ shared; `shared`, the groups as they are. Last a `separate` step in other micro-
 
     qwen2.5-7b     64 prompts x 8, 512 + 512 tokens, rank 16
     qwen2.5-0.5b   64 prompts x 5, 150 + 300 tokens, rank 16
-    qwen3-30b-a3b-12-layers    64 prompts x 8, 512 + 512 tokens, rank 16
+    qwen3-30b-a3b, qwen3-30b-a3b-12-layers    64 prompts x 8, 512 + 512 tokens, rank 16
 
 OUT.json is written after each step. Printed at the end, for each shape: median seconds (and their range), samples' tokens/s, MFU, peak
 memory of both; the gain; the gradients' distance from `separate` (L2, relative) of `shared`, of other micro-batches and of a repetition.
@@ -68,6 +68,7 @@ SHAPES = {
     "qwen2.5-7b": Shape(64, 8, 512, 512, 16384),
     "qwen2.5-0.5b": Shape(64, 5, 150, 300, 32768),
     "qwen3-30b-a3b-12-layers": Shape(64, 8, 512, 512, 13824),
+    "qwen3-30b-a3b": Shape(64, 8, 512, 512, 13824),
     "small": Shape(4, 3, 12, 10, 64),
     "small-moe": Shape(4, 3, 12, 10, 64),
 }
@@ -96,7 +97,7 @@ def main() -> int:
         "command": sys.argv,
         "gpu": torch.cuda.get_device_name() if device == "cuda" else "CPU",
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
-        "attention": attention.backend(layout.device, build.base_dtype(job.trainer, layout.device)),
+        "attention": attention.backend(layout.device, build.base_dtype(job.trainer, layout.device), 64),
         "kernels": kernels.usable(torch.ones(1, device=layout.device)),
         "shapes": {},
     }
@@ -153,7 +154,7 @@ def check_attention(device: torch.device) -> None:
         max_seqlen_q=max(own),
         max_seqlen_kv=max(seen),
     )
-    attend = attention.varlen if device.type == "cuda" else attention.one_by_one
+    attend = attention.ATTEND[attention.backend(device, dtype, 64)]
     mine = with_gradients(lambda q, k, v: attend(q, k, v, packed, 0.125), inputs)
     plain = with_gradients(lambda q, k, v: by_hand(q, k, v, own, seen, last=True), [x.float() for x in inputs])
     top_left = with_gradients(lambda q, k, v: by_hand(q, k, v, own, seen, last=False), [x.float() for x in inputs])
@@ -163,7 +164,7 @@ def check_attention(device: torch.device) -> None:
     if max(far.values()) > tolerance:
         where = "the FIRST query and key" if distance(mine[0], top_left[0]) < tolerance else "neither end"
         sys.exit(
-            f"STOP: the causal mask of {attention.backend(device, dtype)} in torch {torch.__version__} is aligned at {where}, or its "
+            f"STOP: the causal mask of {attention.backend(device, dtype, 64)} in torch {torch.__version__} is aligned at {where}, or its "
             f"gradients are wrong; shared prompts need the last query to see the last key. Distances: {far}"
         )
 

@@ -6,7 +6,12 @@ rows, so that one call computes all sequences. The call's causal mask is aligned
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,12 +24,97 @@ from infra.megatron.model.rotary import rotate
 # T rows of all packed sequences, H heads, G key-value heads, D of one head
 
 
-VARLEN, ONE_BY_ONE = "torch varlen_attn", "torch scaled_dot_product_attention"
+VARLEN, ONE_BY_ONE, FLASH_4 = "torch varlen_attn", "torch scaled_dot_product_attention", "flash-attn-4"
+CUTE = "flash_attn.cute"
+"""flash-attn-4's module."""
+HEAD_DIMS, FEWEST_ROWS = (64, 128), 8192
+"""Sizes of a head with which flash-attn-4 was measured, and queries of a micro-batch from which on it is used: calls cost the host more than those
+of torch's kernel, which the host of a small micro-batch has no time for (docs/results/speed.md)."""
+TOLERANCE = 2e-2
+"""Of the norm of the difference, by the norm of the float32 result. Measured in bfloat16: 0.002 to 0.005."""
 
 
-def backend(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the function that computes attention. The one for packed sequences is a flash kernel, which supports only half precision."""
-    return VARLEN if device.type == "cuda" and dtype is not torch.float32 else ONE_BY_ONE
+class UnusableAttention(ValueError):
+    """flash-attn-4 is installed, but does not load, or does not compute what torch does."""
+
+
+def backend(device: torch.device, dtype: torch.dtype, head_dim: int, num_rows: int = FEWEST_ROWS) -> str:
+    """Return the function that computes attention. Those for packed sequences are flash kernels, which support only half precision.
+
+    num_rows: Queries of the micro-batch; left out, enough for any function.
+
+    Raises UnusableAttention if flash-attn-4 is installed and does not load.
+    """
+    if device.type != "cuda" or dtype is torch.float32:
+        return ONE_BY_ONE
+    return FLASH_4 if head_dim in HEAD_DIMS and num_rows >= FEWEST_ROWS and _flash_4() else VARLEN
+
+
+def described(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """Return `backend` in words, for micro-batches of any size. Raises as it does."""
+    kind = backend(device, dtype, head_dim)
+    return f"{FLASH_4} from {FEWEST_ROWS} rows, {VARLEN} below" if kind == FLASH_4 else kind
+
+
+def load_ahead() -> None:
+    """Import flash-attn-4, if it is installed, without using a GPU: 2 s, or 12 s where its bytecode is not compiled. One that does not load is not
+    an error before it is needed."""
+    if _is_installed():
+        with suppress(Exception):
+            import_module(CUTE)
+
+
+def _is_installed() -> bool:
+    return find_spec("flash_attn") is not None and find_spec(CUTE) is not None
+
+
+@cache
+def _flash_4() -> Callable[..., Any] | None:
+    """flash-attn-4's function for packed sequences; None without the package, or on another GPU than a Hopper."""
+    if not _is_installed() or torch.cuda.get_device_capability()[0] != 9:
+        return None
+    try:
+        from flash_attn.cute import flash_attn_varlen_func  # type: ignore[import-not-found, unused-ignore]
+    except Exception as error:
+        raise UnusableAttention(f"flash-attn-4 is installed and does not load ({error!r}): repair or uninstall it") from error
+    return flash_attn_varlen_func  # type: ignore[no-any-return, unused-ignore]
+
+
+def check(device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """Compare output and gradients of flash-attn-4, where it is to be used, with those of torch in float32: sequences of several lengths, of some
+    of which only the last rows have queries. Takes about a second, more if its kernels have to be compiled first.
+
+    Raises UnusableAttention if they are further apart than rounding, and as `backend` does.
+    """
+    if backend(device, dtype, head_dim) != FLASH_4:
+        return
+    own, seen = torch.tensor([3, 64, 200, 300]), torch.tensor([300, 64, 457, 301])
+    packed = SimpleNamespace(
+        cu_seqlens_q=F.pad(own.cumsum(0), (1, 0)).to(device, torch.int32),
+        cu_seqlens_kv=F.pad(seen.cumsum(0), (1, 0)).to(device, torch.int32),
+        max_seqlen_q=300,
+        max_seqlen_kv=457,
+    )
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(num_rows: Tensor, heads: int) -> Tensor:
+        return torch.randn(int(num_rows.sum()), heads, head_dim, generator=generator, device=device).to(dtype)
+
+    inputs, upstream = (normal(own, num_heads), normal(seen, num_kv_heads), normal(seen, num_kv_heads)), normal(own, num_heads)
+    found = []
+    for attend, kind in ((flash_4, dtype), (one_by_one, torch.float32)):
+        query, key, value = (x.to(kind).requires_grad_() for x in inputs)
+        output = attend(query, key, value, packed, head_dim**-0.5)
+        gradients = torch.autograd.grad(output, (query, key, value), upstream.to(kind))
+        found.append([each.detach().float() for each in (output, *gradients)])
+    names = ("output", "the queries' gradient", "the keys' gradient", "the values' gradient")
+    for name, mine, expected in zip(names, *found, strict=True):
+        apart = float((mine - expected).norm() / expected.norm())
+        if not apart <= TOLERANCE:
+            raise UnusableAttention(
+                f"flash-attn-4 {version(FLASH_4)} computes attention wrong on this GPU: {name} is {apart:.2g} of its norm from torch's, "
+                f"allowed are {TOLERANCE:g}: uninstall it, or install the version in docs/trainer.md"
+            )
 
 
 class PackedAttention(nn.Module):
@@ -40,7 +130,7 @@ class PackedAttention(nn.Module):
         """[T, H, D], [T, G, D], [T, G, D] -> [T, H * D]; rotated to their positions, causal within each sequence."""
         packed, copies = packed_seq_params, packed_seq_params.copies
         query, key = rotate(query, packed), rotate(key, packed)
-        attend = varlen if backend(query.device, query.dtype) == VARLEN else one_by_one
+        attend = ATTEND[backend(query.device, query.dtype, query.shape[-1], len(query))]
         if copies is None:
             return attend(query, key, value, packed, self.scale).flatten(1)
         keys, values = gather(key, copies), gather(value, copies)
@@ -79,6 +169,19 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float)
     return output
 
 
+def flash_4(query: Tensor, key: Tensor, value: Tensor, packed: Any, scale: float) -> Tensor:
+    """The same by flash-attn-4."""
+    function = _flash_4()
+    assert function is not None
+    options = {"softmax_scale": scale, "causal": True, "max_seqlen_q": packed.max_seqlen_q, "max_seqlen_k": packed.max_seqlen_kv}
+    made = function(query, key, value, cu_seqlens_q=packed.cu_seqlens_q, cu_seqlens_k=packed.cu_seqlens_kv, **options)
+    output: Tensor = made[0] if isinstance(made, tuple) else made  # with it the log of the softmax's sum
+    return output
+
+
 @cache
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
+
+
+ATTEND = {ONE_BY_ONE: one_by_one, VARLEN: varlen, FLASH_4: flash_4}

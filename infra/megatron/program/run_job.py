@@ -22,6 +22,7 @@ from infra.megatron.program.phase_timer import Phases
 from infra.megatron.program.session import TrainerSession
 from infra.megatron.program.train_step import MicroBatchSize, NotFinite, train_step
 from infra.megatron.protocol.job import CANARY, Canary, TrainJob, TrainResult
+from infra.models.architecture import Architecture
 from infra.store import files
 
 
@@ -60,7 +61,7 @@ def train(job: TrainJob, inputs: Inputs, phases: Phases, session: TrainerSession
             microbatch_rows=learnt.largest.num_rows,
             microbatch_logits=learnt.largest.num_logits,
             versions=versions(TRAINER_PACKAGES) | job.switches | (devices.gpu_versions() if job.device == "cuda" else {}),
-            backends=_backends(place, job),
+            backends=_backends(place, job, inputs.architecture),
         )
         # Perf: synced by the commit; here it waited 0.2 to 0.8 s behind a mixture's adapter of 5.9 GB (H200, docs/results/speed.md).
         files.write_note(job.result_path, result.model_dump())
@@ -98,10 +99,10 @@ def _learn(
     return Learnt(metrics, largest, canary_logprobs, saving, optimizer.num_steps(adam), values)
 
 
-def _backends(place: ParallelContext, job: TrainJob) -> dict[str, str]:
+def _backends(place: ParallelContext, job: TrainJob, a: Architecture) -> dict[str, str]:
     """Backends that computed the step. The adapters' matrix products are torch's own."""
     return {
-        "attention_backend": attention.backend(place.device, base_dtype(job.trainer, place.device)),
+        "attention_backend": attention.described(place.device, base_dtype(job.trainer, place.device), a.head_dim),
         "lora_backend": "torch",
         "fused_kernels": "triton" if kernels.usable(torch.ones(1, device=place.device)) else "torch",
     }

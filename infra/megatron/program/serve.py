@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+from infra.megatron.model import attention
 from infra.megatron.program.session import Asleep, TrainerSession
 from infra.megatron.protocol.mailbox import Mailbox, QueuedJob, State
 from infra.processes import children
@@ -45,6 +46,7 @@ def serve(folder: Path, run: Callable[[Path, TrainerSession | None], int]) -> in
     box, session, signals, rank = Mailbox(folder), TrainerSession(stays=True), Signals(), int(os.environ.get("RANK", "0"))
     box.enter(rank, children.ref_of(os.getpid()))
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    attention.load_ahead()  # while the engine starts
     number, code, asleep = 0, 0, Asleep(0, 0.0)
     while True:
         if rank == 0:

@@ -27,7 +27,7 @@ from infra.megatron.checkpoint.pinned_memory import HostCopy
 from infra.megatron.checkpoint.shared_experts import ExpertWeights
 from infra.megatron.lora import layers as lora
 from infra.megatron.lora.layers import Shard
-from infra.megatron.model import base_weights, parallel
+from infra.megatron.model import attention, base_weights, parallel
 from infra.megatron.model import build as model
 from infra.megatron.model.parallel import ParallelContext
 from infra.megatron.program.phase_timer import Phases
@@ -84,6 +84,7 @@ class TrainerSession:
 
         Raises:
             UnusableExperts, EngineEnded: as infra.megatron.checkpoint.shared_experts has them.
+            UnusableAttention: as infra.megatron.model.attention has it.
         """
         self.asleep = None
         if self.net is not None and self.place is not None:
@@ -93,6 +94,7 @@ class TrainerSession:
             return self.net, self.place
         with phases.measured("build"):
             self.place = parallel.start(job)
+            self._check_attention(job, a)
             self.net = model.build(a, job.trainer, self.place)
         with phases.measured("load"):
             try:
@@ -115,6 +117,11 @@ class TrainerSession:
             with phases.measured("load"):
                 self._attach_experts(job)
         return self.net, self.place
+
+    def _check_attention(self, job: TrainJob, a: Architecture) -> None:
+        assert self.place is not None
+        heads = a.num_heads // self.place.tp_size, a.num_kv_heads // self.place.tp_size
+        attention.check(self.place.device, model.base_dtype(job.trainer, self.place.device), *heads, a.head_dim)
 
     def _attach_experts(self, job: TrainJob) -> None:
         if self.experts:
