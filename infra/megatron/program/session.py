@@ -93,6 +93,8 @@ class TrainerSession:
                 self._attach_experts(job)
             return self.net, self.place
         with phases.measured("build"):
+            if self.place is not None:  # a job before was refused when its model was not whole yet
+                parallel.stop()
             self.place = parallel.start(job)
             self._check_attention(job, a)
             self.net = model.build(a, job.trainer, self.place)
@@ -213,7 +215,7 @@ class TrainerSession:
 
     def end(self) -> None:
         """Leave the process groups for good."""
-        if self.net is not None:
+        if self.place is not None:
             parallel.stop()
 
     def sleep(self) -> Asleep:

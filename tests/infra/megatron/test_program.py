@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from infra.megatron.__main__ import main, run
 from infra.megatron.checkpoint import adapter_state
 from infra.megatron.checkpoint import save as checkpoint
 from infra.megatron.checkpoint.adapter_state import Kept
-from infra.megatron.model import parallel
+from infra.megatron.model import attention, base_weights, parallel
+from infra.megatron.model.attention import UnusableAttention
 from infra.megatron.program import check_job
 from infra.megatron.program.session import TrainerSession
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY
@@ -317,6 +319,42 @@ def test_a_base_model_that_is_not_whole_is_refused(
     assert f"has no tensor {name}" in refused(made)
     (tmp_path / "model/config.json").unlink()
     assert "config.json cannot be read" in refused(made)
+
+
+def test_attention_that_computes_wrong_is_refused_before_the_step(
+    new_job: Job, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def wrong(*shape: object) -> None:
+        asked.append(shape)
+        raise UnusableAttention("flash-attn-4 computes attention wrong on this GPU")
+
+    monkeypatch.setattr(attention, "check", wrong)
+    assert refused(new_job()) == "error: flash-attn-4 computes attention wrong on this GPU\n"
+    assert asked == [(torch.device("cpu"), torch.float32, 4, 2, 32)]
+    parallel.stop()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "error"),
+    [(attention, "check", UnusableAttention("wrong")), (base_weights, "load_base", base_weights.UnusableBase("broken"))],
+)
+def test_a_program_that_stays_goes_on_after_a_refusal(
+    module: ModuleType, name: str, error: Exception, new_job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    session = TrainerSession(stays=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, name, refuse)
+        assert run(new_job().path, session) == 2
+    session.sleep()
+    try:
+        assert run(new_job().path, session) == 0
+    finally:
+        session.end()
 
 
 def test_places_that_are_taken_or_missing_are_refused(new_job: Job, refused: Refused) -> None:
