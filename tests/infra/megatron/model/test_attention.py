@@ -74,11 +74,15 @@ def test_without_the_package_torchs_own_kernel_computes(monkeypatch: pytest.Monk
     assert attention.backend(GPU, torch.bfloat16, 64) == VARLEN
 
 
-def test_a_package_that_does_not_load_is_an_error_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_does_not_load_leaves_torchs_kernel_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     install(monkeypatch, None)
     attention.load_ahead()
-    with pytest.raises(UnusableAttention, match=r"^flash-attn-4 is installed and does not load \(.*\): repair or uninstall it$"):
-        attention.backend(GPU, torch.bfloat16, 64)
+    assert not caplog.messages
+    assert {attention.backend(GPU, torch.bfloat16, 64) for _ in range(2)} == {VARLEN}
+    (said,) = caplog.messages
+    assert said.startswith("flash-attn-4 is installed and does not load (ImportError(")
 
 
 def test_it_is_loaded_ahead_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
