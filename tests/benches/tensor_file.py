@@ -3,6 +3,7 @@
     python tests/benches/tensor_file.py FOLDER [--megabytes 320] [--repeat 5] [--busy-s 0.3]
     python tests/benches/tensor_file.py FOLDER --at-once 323 --at-once 161.5 161.5      # one file against two beside each other
     python tests/benches/tensor_file.py FOLDER --write-out 1500     # two files, a commit 1.2 s later, and another file meanwhile
+    python tests/benches/tensor_file.py FOLDER --experts 12         # [--files 3]: of experts' adapters, sorted by name and as they lie in memory
 
 Medians, in turns; FOLDER decides which disk. Ours also with tensors that lie one after the other in one memory, as the
 trainer's do. Beside each one a thread keeps Python busy for --busy-s, as the launching of kernels does.
@@ -25,6 +26,15 @@ from infra.store import digests, files
 
 NUM_TENSORS = 392
 """Of a 7B adapter."""
+NUM_EXPERTS, EXPERT = (
+    128,
+    {
+        "gate_proj": ((8, 2048), (768, 8)),
+        "up_proj": ((8, 2048), (768, 8)),
+        "down_proj": ((8, 768), (2048, 8)),
+    },
+)
+"""Adapters of an expert of 30B-A3B, rank 8: shapes of A and B."""
 LOADED_AFTER_S = 1.2
 """Time between the files and their commit, in which the engine loads the adapter."""
 
@@ -101,6 +111,39 @@ def compare_write_out(folder: Path, megabytes: int, repeat: int) -> None:
         print(f"written to the disk {name}: files made in {written}, synced in {synced_s}, longest other write {other}")
 
 
+def compare_order(folder: Path, num_layers: int, num_files: int, repeat: int) -> None:
+    """Print how long files beside each other take, adapters of rank 8 on 128 experts a layer in the shape of 30B-A3B; both orders in turns."""
+    paths = [folder / f"bench-{number}.safetensors" for number in range(num_files)]
+    sizes = {f"{name}.lora_{which}": size for name, pair in EXPERT.items() for which, size in zip("AB", pair, strict=True)}
+    memory = [torch.randn(num_layers, NUM_EXPERTS * sum(a * b for a, b in sizes.values())) for _ in paths]
+    found: dict[str, list[float]] = {"sorted by name": [], "in the order of memory": []}
+    bodies = {
+        name: [safetensors_writer.body_of(of_experts(each, sizes), in_order=name != "sorted by name") for each in memory]
+        for name in found
+    }
+    for _ in range(repeat):
+        for name, measured in found.items():
+            begin = time.perf_counter()
+            with ThreadPoolExecutor() as writers:
+                list(writers.map(lambda path, body: safetensors_writer.write(path, body, {}), paths, bodies[name]))
+            measured.append(time.perf_counter() - begin)
+            for path in paths:
+                path.unlink()
+    for name, measured in found.items():
+        num_parts = len(bodies[name][0].parts)
+        print(f"{name}: {median(measured):.2f} s ({min(measured):.2f} to {max(measured):.2f}), {num_parts} parts a file")
+
+
+def of_experts(layers: torch.Tensor, sizes: dict[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
+    """One tensor for each expert, as PEFT has them; those of all experts lie together."""
+    found: dict[str, torch.Tensor] = {}
+    for number, layer in enumerate(layers):
+        for name, stacked in zip(sizes, layer.split([NUM_EXPERTS * a * b for a, b in sizes.values()]), strict=True):
+            rows = stacked.view(NUM_EXPERTS, *sizes[name])
+            found |= {f"layers.{number}.experts.{expert}.{name}": row for expert, row in enumerate(rows)}
+    return found
+
+
 def synced(folder: Path, paths: list[Path]) -> tuple[float, float]:
     """Seconds until the files are synced, and the longest that a small file beside them took meanwhile."""
     other, longest, is_done = folder / "other", 0.0, threading.Event()
@@ -138,6 +181,8 @@ def main() -> None:
     parser.add_argument("--busy-s", type=float, default=0.0)
     parser.add_argument("--at-once", type=float, nargs="+", action="append", metavar="MEGABYTES", help="sizes of files")
     parser.add_argument("--write-out", type=int, metavar="MEGABYTES", help="size of each of two files")
+    parser.add_argument("--experts", type=int, metavar="LAYERS", help="layers with adapters on experts; 30B-A3B has 48")
+    parser.add_argument("--files", type=int, default=3, help="of --experts; a trainer writes three, one a core and more")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.at_once:
@@ -145,6 +190,9 @@ def main() -> None:
         return
     if options.write_out:
         compare_write_out(options.folder, options.write_out, options.repeat)
+        return
+    if options.experts:
+        compare_order(options.folder, options.experts, options.files, options.repeat)
         return
     length = options.megabytes * 10**6 // 4 // NUM_TENSORS
     memory = torch.randn(NUM_TENSORS, length)

@@ -120,12 +120,15 @@ class HostState:
         """Return the body of the file of whole tensors, by their PEFT names; on rank 0. It contains the values filled in last."""
         assert self.is_writer
         if which not in self._bodies:
-            self._bodies[which] = safetensors_writer.body_of(self._named(which, shards))
+            self._bodies[which] = safetensors_writer.body_of(self._named(which, shards), in_order=True)
         return self._bodies[which]
 
     def _named(self, which: str, shards: list[Shard]) -> dict[str, Tensor]:
+        """As they lie in memory, so that a file is written and hashed in one go: sorted by name, 36,864 tensors of a mixture's experts lie apart."""
         full: dict[str, Tensor] = {}
-        for shard, whole in zip(shards, self._by_kind()[which], strict=True):
+        values = self._by_kind()[which]
+        for i in self.order:
+            shard, whole = shards[i], values[i]
             full.update(zip(shard.names_of_whole(len(whole)), whole if shard.is_expert else [whole], strict=True))
         return full
 

@@ -1,7 +1,7 @@
 """Write a safetensors file and compute its digest at the same time, from the tensors in memory.
 
-It writes the same bytes as `safetensors.torch.save_file`, as a test checks. With save_file, the file must be read again for its digest. With
-483 MB of adapter and optimizer state at the 7B shape, this delays the next rollout after training
+It writes the same bytes as `safetensors.torch.save_file`, as a test checks, unless it is told to keep an order. With save_file, the file
+must be read again for its digest. With 483 MB of adapter and optimizer state at the 7B shape, this delays the next rollout after training
 (docs/results/h200-hand-over.md). Format: https://github.com/huggingface/safetensors, README.md.
 """
 
@@ -38,13 +38,16 @@ class Body(NamedTuple):
     """Memory of the tensors, in the order of the file."""
 
 
-def body_of(tensors: Mapping[str, Tensor]) -> Body:
+def body_of(tensors: Mapping[str, Tensor], *, in_order: bool = False) -> Body:
     """Make the body from contiguous tensors on the host.
+
+    in_order: The tensors, of one dtype, lie in the file as they are given, not as save_file sorts them: readers go by name. What lies together in
+        memory is one part then.
 
     Raises:
         ValueError: for a tensor of another dtype than those above, or one that is not on the host or not contiguous.
     """
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    names = list(tensors) if in_order else sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     as_bytes = [_bytes_of(name, tensors[name]) for name in names]
     return Body(_about({name: tensors[name] for name in names}), _joined(as_bytes))
 

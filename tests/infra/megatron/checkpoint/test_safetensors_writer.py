@@ -157,6 +157,18 @@ def test_tensors_that_follow_each_other_in_memory_are_one_part(tmp_path: Path, m
     assert all(torch.equal(read, tensors[name]) for name, read in load_file(tmp_path / "ours").items())
 
 
+def test_tensors_in_an_order_of_their_own_are_one_part_that_the_library_reads(tmp_path: Path) -> None:
+    memory = torch.randn(3, 5)
+    tensors = {"c": memory[0], "a": memory[1], "b": memory[2]}
+    body = safetensors_writer.body_of(tensors, in_order=True)
+    assert (len(body.parts), len(safetensors_writer.body_of(tensors).parts)) == (1, 2)
+    said = safetensors_writer.write(tmp_path / "ours", body, {"format": "pt"})
+    assert said == hashlib.sha256((tmp_path / "ours").read_bytes()).hexdigest()
+    read = load_file(tmp_path / "ours")
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+
+
 @pytest.mark.parametrize("bad", [torch.ones(2, dtype=torch.complex64), torch.ones(3, 4).T])
 def test_what_cannot_be_written_is_named(bad: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"tensor odd is .* written are contiguous tensors on the host of torch\.float32"):

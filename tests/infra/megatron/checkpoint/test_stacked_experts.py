@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from shared import in_sglang
 from torch import Tensor, nn
 
+from infra.megatron.checkpoint import safetensors_writer
 from infra.megatron.checkpoint.adapter_state import WEIGHTS, HostState
 from infra.megatron.lora.layers import Shard
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ENGINE_CONFIG, ENGINE_WEIGHTS
@@ -151,3 +152,10 @@ def test_in_bfloat16_the_engine_gets_what_the_trainer_computes_with_and_of_each_
             begin, end = about[shard.stacked_name]["data_offsets"]
             found = torch.frombuffer(bytearray(data[begin:end]), dtype=torch.bfloat16).view(about[shard.stacked_name]["shape"])
             assert torch.equal(found, shard.parameter.detach().to(torch.bfloat16))
+        bodies = [on_host.body(which, shards) for which in (WEIGHTS, *MOMENTS)]
+        assert [len(body.parts) for body in bodies] == [1, 1, 1], "each expert's tensors too"
+        safetensors_writer.write(tmp_path / "weights", bodies[0], {})
+        read = load_file(tmp_path / "weights")
+        for shard in shards:
+            whole = [read[name] for name in shard.names_of_whole(4)]
+            assert torch.equal(torch.stack(whole) if shard.is_expert else whole[0], shard.parameter)
