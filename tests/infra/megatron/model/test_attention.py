@@ -1,4 +1,4 @@
-"""Which function computes attention, and what is asked of flash-attn-4 before a step computes with it."""
+"""Which function computes attention, and how flash-attn-4 is checked before the first step."""
 
 import sys
 from collections.abc import Callable
