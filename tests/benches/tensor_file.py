@@ -26,14 +26,8 @@ from infra.store import digests, files
 
 NUM_TENSORS = 392
 """Of a 7B adapter."""
-NUM_EXPERTS, EXPERT = (
-    128,
-    {
-        "gate_proj": ((8, 2048), (768, 8)),
-        "up_proj": ((8, 2048), (768, 8)),
-        "down_proj": ((8, 768), (2048, 8)),
-    },
-)
+NUM_EXPERTS = 128
+EXPERT = {"gate_proj": ((8, 2048), (768, 8)), "up_proj": ((8, 2048), (768, 8)), "down_proj": ((8, 768), (2048, 8))}
 """Adapters of an expert of 30B-A3B, rank 8: shapes of A and B."""
 LOADED_AFTER_S = 1.2
 """Time between the files and their commit, in which the engine loads the adapter."""

@@ -87,15 +87,21 @@ def main(argv: Sequence[str]) -> None:
     if argv == [NORMS]:
         compile_norms()
         return
+    try:
+        architecture = _architecture()
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        print(f"no kernels are compiled ahead: {error!r}", flush=True)
+        return
+    environ = {"FLASHINFER_CUDA_ARCH_LIST": architecture, **os.environ}
+    with subprocess.Popen([sys.executable, __file__, NORMS], env=environ, stderr=subprocess.DEVNULL):
+        compile_sglang(argv, architecture)
+
+
+def compile_sglang(argv: Sequence[str], architecture: str) -> None:
+    """Compile SGLang's kernels beside its cache, and put each whole one there."""
     begin, cache = time.monotonic(), Path(os.environ[CACHE])
     os.environ[CACHE] = str(cache / FOLDER)
     try:
-        architecture = _architecture()
-        norms = subprocess.Popen(
-            [sys.executable, __file__, NORMS],
-            env={"FLASHINFER_CUDA_ARCH_LIST": architecture, **os.environ},
-            stderr=subprocess.DEVNULL,
-        )
         failed = compile_all(argv, architecture)
     except Exception as error:  # noqa: BLE001  # a start goes on without
         print(f"SGLang's kernels are not compiled ahead: {error!r}", flush=True)
@@ -103,12 +109,11 @@ def main(argv: Sequence[str]) -> None:
     made = [folder for folder in (cache / FOLDER).glob(NAME) if _moved(folder, cache / folder.name)]
     shutil.rmtree(cache / FOLDER, ignore_errors=True)
     print(f"{len(made)} kernels of SGLang compiled ahead in {time.monotonic() - begin:.0f} s", *failed, sep="; ", flush=True)
-    norms.wait()
 
 
 def compile_norms() -> None:
-    """Compile the norms of FlashInfer that are CUDA, which it uses where it has not the packages for those in CuTe: with one compilation of 40 s
-    the longest of all, so they begin before SGLang's functions are imported.
+    """Compile FlashInfer's norms, which are CUDA where the package nvidia-cutlass-dsl is missing. One compilation of them takes 40 s, the longest
+    of all, so it begins before SGLang's functions are imported.
 
     They are compiled in FlashInfer's own cache: SGLang waits for FlashInfer's lock if it is there before they are whole.
     """

@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from infra.megatron.model import attention
 from infra.megatron.program import serve as waiting
 from infra.megatron.protocol.mailbox import Mailbox, Owner, QueuedJob, State
 from infra.processes import children
@@ -211,6 +213,17 @@ def test_a_trainer_that_waits_long_looks_seldom_for_its_next_job(
     last_ten = [each for each in box.times if each >= 1050]
     assert len(first_second) >= 190, "a job that comes soon is taken at once"
     assert len(last_ten) <= 21 * 10
+
+
+def test_attention_is_loaded_before_the_first_job_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    box, loaded = Mailbox(tmp_path), list[object]()
+    box.open()
+    monkeypatch.setattr(attention, "load_ahead", lambda: loaded.append(box.state()))
+    monkeypatch.setattr(waiting, "Signals", lambda: SimpleNamespace(asked_to_end=True, busy=False))
+    monkeypatch.setattr(waiting, "_end_with", lambda parent: None)
+    assert waiting.serve(tmp_path, lambda path, session: 1) == 0
+    assert loaded == [None]
+    assert box.state() is not None
 
 
 def test_the_last_word_of_a_program_that_has_ended_counts(tmp_path: Path) -> None:

@@ -143,8 +143,8 @@ def test_norms_are_compiled_where_flashinfer_will_use_them(
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"OTHER_GPU": "12.0"}, "SGLang's kernels are not compiled ahead: ValueError(\"which of the GPUs with ['12.0', '9.0'] this engine"),
-        ({"PATH": "/nowhere"}, "SGLang's kernels are not compiled ahead: FileNotFoundError("),
+        ({"OTHER_GPU": "12.0"}, "no kernels are compiled ahead: ValueError(\"which of the GPUs with ['12.0', '9.0'] this engine"),
+        ({"PATH": "/nowhere"}, "no kernels are compiled ahead: FileNotFoundError("),
     ],
 )  # fmt: skip
 def test_without_one_kind_of_gpu_nothing_is_compiled(

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -68,9 +69,25 @@ def test_flash_attn_4_computes_where_it_was_measured(
     assert attention.described(GPU, torch.bfloat16, head_dim) == said
 
 
+def test_the_rows_of_a_micro_batch_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def backend(*about: object) -> str:
+        asked.append(about)
+        return ONE_BY_ONE
+
+    monkeypatch.setattr(attention, "backend", backend)
+    monkeypatch.setattr(attention, "rotate", lambda rows, packed: rows)
+    bounds = torch.tensor([0, 2, 5])
+    packed = SimpleNamespace(cu_seqlens_q=bounds, cu_seqlens_kv=bounds, copies=None)
+    layer = attention.PackedAttention(SimpleNamespace(kv_channels=64))
+    layer(torch.randn(5, 2, 64), torch.randn(5, 1, 64), torch.randn(5, 1, 64), None, packed_seq_params=packed)
+    assert asked == [(CPU, torch.float32, 64, 5)]
+
+
 def test_without_the_package_torchs_own_kernel_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    monkeypatch.setattr(attention, "find_spec", lambda name: None)
+    install(monkeypatch, exact)  # its module is there: that of flash-attn, which has the same name
+    monkeypatch.setattr(attention, "version", version)
     assert attention.backend(GPU, torch.bfloat16, 64) == VARLEN
 
 
@@ -91,6 +108,7 @@ def test_it_is_loaded_ahead_without_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "flash_attn/cute/__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_capability", None)
+    monkeypatch.setattr(attention, "version", lambda package: "4.0.0")
     assert "flash_attn.cute" not in sys.modules
     try:
         attention.load_ahead()
