@@ -20,7 +20,7 @@ from infra.megatron.checkpoint.safetensors_writer import Body
 from infra.megatron.lora.layers import Shard
 from infra.megatron.model.parallel import ParallelContext, copy_from_first, gather
 from infra.megatron.program import optimizer
-from infra.megatron.protocol.job import ADAPTER_WEIGHTS, TrainJob
+from infra.megatron.protocol.job import ADAPTER_WEIGHTS, ENGINE_WEIGHTS, TrainJob
 from infra.megatron.protocol.optimizer_files import MOMENTS
 
 WEIGHTS = "weights"
@@ -90,25 +90,35 @@ def make_equal(values: Values, shards: list[Shard], layout: ParallelContext) -> 
 class HostState:
     """Host memory of the state. On rank 0: whole tensors, as they are written. On other ranks: their values if they are cached here."""
 
-    def __init__(self, shards: list[Shard], layout: ParallelContext, *, keeps: bool, locks: bool) -> None:
-        self.layout, self.made_for = layout, _shapes(shards)
+    def __init__(
+        self, shards: list[Shard], layout: ParallelContext, *, engine_dtype: torch.dtype, keeps: bool, locks: bool
+    ) -> None:
+        """engine_dtype: Of the adapter's file for an engine: in which the trainer computes with it, so that the engine gets the same values."""
+        self.layout, self.made_for = layout, (_shapes(shards), engine_dtype)
         self.is_writer, self.keeps = layout.rank == 0, keeps
         # As they follow each other in a file: what lies together there is written in one go (infra/megatron/checkpoint/safetensors_writer.py).
         self.order = sorted(range(len(shards)), key=lambda i: shards[i].name)
         shapes = [self._whole_shape(shards[i]) if self.is_writer else shards[i].parameter.shape for i in self.order]
         kinds = [Kind(shape, torch.float32) for shape in shapes]
-        self.memory = HostMemory([kinds] * (1 + len(MOMENTS)) if self.is_writer or keeps else [], locks=locks)
+        blocks = [kinds] * (1 + len(MOMENTS)) if self.is_writer or keeps else []
+        self.engine_order: list[int] = []
+        """Of the tensors in the engine's file, as they follow each other; empty if there is none, or the float32 values are used."""
+        if self.is_writer and any(shard.is_expert for shard in shards) and engine_dtype is not torch.float32:
+            self.engine_order = sorted(self.order, key=lambda i: shards[i].stacked_name)
+            blocks = [*blocks, [Kind(self._whole_shape(shards[i]), engine_dtype) for i in self.engine_order]]
+        self.memory = HostMemory(blocks, locks=locks)
         self._bodies: dict[str, Body] = {}
-        self._for_engine: dict[str, Tensor] | None = None
 
-    def fits(self, shards: list[Shard]) -> bool:
-        return _shapes(shards) == self.made_for
+    def fits(self, shards: list[Shard], engine_dtype: torch.dtype) -> bool:
+        return (_shapes(shards), engine_dtype) == self.made_for
 
     def fill(self, values: Values, shards: list[Shard]) -> None:
-        """Copy the values from the device. The content does not change before the next call. Collective."""
+        """Copy the values from the device, which rounds those for the engine. The content does not change before the next call. Collective."""
         for which, targets in self._by_kind().items():
             if self.is_writer or self.layout.tp_size * self.layout.ep_size > 1:
-                self._gather(values[which], shards, targets if self.is_writer else None)
+                # Perf: rounded by the host 1.9 s later: export 2.7 -> 1.5 s (30B-A3B, H200, docs/results/speed.md).
+                for_engine = [self._for_engine()] if which == WEIGHTS and self.engine_order else []
+                self._gather(values[which], shards, [targets, *for_engine] if self.is_writer else [])
             if self.keeps and not self.is_writer:
                 for target, value in zip(targets, values[which], strict=True):
                     target.copy_(value, non_blocking=True)
@@ -132,25 +142,19 @@ class HostState:
             full.update(zip(shard.names_of_whole(len(whole)), whole if shard.is_expert else [whole], strict=True))
         return full
 
-    def engine_body(self, shards: list[Shard], dtype: torch.dtype) -> Body:
+    def engine_body(self, shards: list[Shard]) -> Body:
         """Return the body of the adapter's file for an engine, on rank 0: as filled in last, with the experts of a layer in one tensor.
 
         `...experts.{gate,up,down}_proj.lora_A.weight` [E, r, in] and `lora_B` [E, out, r], as SGLang 0.5.17 and 0.5.18 read them (lora/lora.py,
         lora/mem_pool.py): 288 tensors at 30B-A3B, not 36,864. The other tensors have their PEFT names.
-
-        dtype: In which the trainer computes with the adapter, so that the engine gets the values that it computed with.
         """
         assert self.is_writer
-        whole = self._by_kind()[WEIGHTS]
-        if dtype is torch.float32:
-            return safetensors_writer.body_of({shard.stacked_name: w for shard, w in zip(shards, whole, strict=True)})
-        if self._for_engine is None:
-            order = sorted(range(len(shards)), key=lambda i: shards[i].stacked_name)  # as they follow each other in the file
-            memory = HostMemory([[Kind(whole[i].shape, dtype) for i in order]], locks=False)
-            self._for_engine = dict(zip((shards[i].stacked_name for i in order), memory.ready(), strict=True))
-        for shard, values in zip(shards, whole, strict=True):
-            self._for_engine[shard.stacked_name].copy_(values)
-        return safetensors_writer.body_of(self._for_engine)
+        if ENGINE_WEIGHTS not in self._bodies:
+            values = self._for_engine() if self.engine_order else self._by_kind()[WEIGHTS]
+            self._bodies[ENGINE_WEIGHTS] = safetensors_writer.body_of(
+                {shard.stacked_name: whole for shard, whole in zip(shards, values, strict=True)}
+            )
+        return self._bodies[ENGINE_WEIGHTS]
 
     def mine(self, shards: list[Shard]) -> Values:
         """Return this rank's values, as views."""
@@ -171,6 +175,11 @@ class HostState:
             for begin, which in zip(itertools.count(0, count), (WEIGHTS, *MOMENTS), strict=False)
         }
 
+    def _for_engine(self) -> list[Tensor]:
+        """Return the engine's values, in the order of the shards."""
+        in_file = dict(zip(self.engine_order, self.memory.ready()[-len(self.engine_order) :], strict=True))
+        return [in_file[i] for i in range(len(in_file))]
+
     def _whole_shape(self, shard: Shard) -> torch.Size:
         shape = list(shard.parameter.shape)
         if shard.is_expert:
@@ -184,19 +193,19 @@ class HostState:
             return whole.chunk(self.layout.ep_size)[self.layout.ep_rank]
         return whole if shard.cut_dim is None else whole.chunk(self.layout.tp_size, shard.cut_dim)[self.layout.tp_rank]
 
-    def _gather(self, values: list[Tensor], shards: list[Shard], targets: list[Tensor] | None) -> None:
+    def _gather(self, values: list[Tensor], shards: list[Shard], copies: list[list[Tensor]]) -> None:
+        """Copy whole tensors to each of the copies, in its type: a GPU converts before it sends."""
         dense = [i for i, shard in enumerate(shards) if not shard.is_expert]
         experts = [i for i, shard in enumerate(shards) if shard.is_expert]
         dense_by_rank = gather([values[i] for i in dense], self.layout.tp_group)
         experts_by_rank = gather([values[i] for i in experts], self.layout.ep_group)
-        if targets is None:
-            return
-        for place, i in enumerate(dense):
-            parts, dim = [part[place] for part in dense_by_rank], shards[i].cut_dim
-            targets[i].copy_(parts[0] if dim is None else torch.cat(parts, dim), non_blocking=True)
-        for place, i in enumerate(experts):
-            for target, part in zip(targets[i].chunk(self.layout.ep_size), experts_by_rank, strict=True):
-                target.copy_(part[place], non_blocking=True)
+        for targets in copies:
+            for place, i in enumerate(dense):
+                parts, dim = [part[place] for part in dense_by_rank], shards[i].cut_dim
+                targets[i].copy_(parts[0] if dim is None else torch.cat(parts, dim), non_blocking=True)
+            for place, i in enumerate(experts):
+                for target, part in zip(targets[i].chunk(self.layout.ep_size), experts_by_rank, strict=True):
+                    target.copy_(part[place], non_blocking=True)
 
 
 def _shapes(shards: list[Shard]) -> list[tuple[str, torch.Size]]:

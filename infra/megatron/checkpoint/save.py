@@ -14,7 +14,6 @@ from infra.megatron.lora import layers as lora
 from infra.megatron.lora.layers import Shard
 from infra.megatron.lora.peft_files import adapter_shapes
 from infra.megatron.model.base_weights import Checkpoint
-from infra.megatron.model.build import base_dtype
 from infra.megatron.model.parallel import ParallelContext
 from infra.megatron.program import optimizer
 from infra.megatron.protocol import optimizer_files
@@ -110,7 +109,6 @@ def save(job: TrainJob, shards: list[Shard], adam: torch.optim.AdamW, on_host: H
         config = peft_config(job.base_model_id, job.trainer.lora)
         saving.write_json(ADAPTER_CONFIG, config)
         if any(shard.is_expert for shard in shards):
-            body = on_host.engine_body(shards, base_dtype(job.trainer, on_host.layout.device))  # while the others are written
-            saving.write(ENGINE_WEIGHTS, body, "format", "pt")
+            saving.write(ENGINE_WEIGHTS, on_host.engine_body(shards), "format", "pt")
             saving.write_json(ENGINE_CONFIG, config)
     return saving

@@ -80,7 +80,7 @@ def _learn(
         shards = session.attach(job, a)
         adam = optimizer.build(shards, job.trainer)
         checkpoint.load(job, a, shards, adam, place, kept)
-        on_host = session.host_state_of(shards, place)
+        on_host = session.host_state_of(job, shards, place)
         canary_probe = canary.CanaryProbe(net, inputs.batch, place)
     with phases.measured("train"):
         try:

@@ -166,14 +166,15 @@ class TrainerSession:
         self.kept = None
         self._detach()
 
-    def host_state_of(self, shards: list[Shard], place: ParallelContext) -> HostState:
+    def host_state_of(self, job: TrainJob, shards: list[Shard], place: ParallelContext) -> HostState:
         """Return the host memory from which a job's state is written: the last job's memory, if it fits."""
-        if self.host_state and self.host_state.fits(shards):
+        engine_dtype = model.base_dtype(job.trainer, place.device)
+        if self.host_state and self.host_state.fits(shards, engine_dtype):
             return self.host_state
         if self.host_state:
             self.host_state.memory.free()
         locks = self.keeps and place.device.type == "cuda"
-        made = HostState(shards, place, keeps=self.keeps and not self.keeps_on_device, locks=locks)
+        made = HostState(shards, place, engine_dtype=engine_dtype, keeps=self.keeps and not self.keeps_on_device, locks=locks)
         self.host_state = made if self.keeps else None
         return made
 

@@ -138,13 +138,13 @@ def test_in_bfloat16_the_engine_gets_what_the_trainer_computes_with_and_of_each_
     ]
     layout = OneRank()
     monkeypatch.setattr("infra.megatron.checkpoint.adapter_state.gather", lambda values, group: [values])
-    on_host = HostState(shards, layout, keeps=True, locks=False)  # type: ignore[arg-type]
+    on_host = HostState(shards, layout, engine_dtype=torch.bfloat16, keeps=True, locks=False)  # type: ignore[arg-type]
     for _ in range(2):
         for shard in shards:
             shard.parameter.data = torch.randn_like(shard.parameter)
         values = {which: [shard.parameter.detach() for shard in shards] for which in (WEIGHTS, *MOMENTS)}
         on_host.fill(values, shards)
-        body = on_host.engine_body(shards, torch.bfloat16)
+        body = on_host.engine_body(shards)
         assert len(body.parts) == 1, "its tensors lie as they follow each other in the file"
         about = json.loads(f"{{{body.about}}}")
         data = b"".join(body.parts)
