@@ -20,7 +20,7 @@ from infra.engines.server import server_process
 from infra.megatron.loss.batch import read_batch
 from infra.megatron.loss.microbatch import collate, groups_of
 from infra.megatron.model import base_weights, build, parallel
-from infra.megatron.model.experts import GroupedExperts
+from infra.megatron.model.experts.layer import GroupedExperts
 from infra.megatron.protocol.job import TrainJob
 from infra.models import base_model
 from infra.models.architecture import read_architecture

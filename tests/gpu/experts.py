@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infra.megatron.model import grouped_gemm, kernels
-from infra.megatron.model.grouped_gemm import Adapters
+from infra.megatron.model import kernels
+from infra.megatron.model.experts import grouped_gemm
+from infra.megatron.model.experts.grouped_gemm import Adapters, Route
 from infra.store.files import write_json
 
 LARGE = {"num_experts": 128, "per_token": 8, "hidden": 2048, "ffn": 768}
@@ -56,9 +57,9 @@ def main() -> int:
     return 1 if num_bad else 0
 
 
-def add_a_product(y_NO: Tensor, narrow_NR: Tensor, matrices_ERO: Tensor, ends_E: Tensor) -> Tensor:
+def add_a_product(y_NO: Tensor, narrow_NR: Tensor, matrices_ERO: Tensor, path: Route) -> Tensor:
     """As it was done before: the adapters' product is a tensor as wide as y."""
-    return y_NO.add_(grouped_gemm.by_expert(narrow_NR, matrices_ERO, ends_E))
+    return y_NO.add_(grouped_gemm.by_expert(narrow_NR, matrices_ERO, path.ends_E))
 
 
 class Case:

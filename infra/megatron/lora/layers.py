@@ -26,7 +26,7 @@ from infra.config import LoraConfig
 from infra.megatron.lora.peft_files import PEFT_PREFIX
 from infra.megatron.lora.products import GradientSums, adapted_product
 from infra.megatron.model.base_weights import Checkpoint, cut
-from infra.megatron.model.experts import ExpertAdapters, GroupedExperts
+from infra.megatron.model.experts.layer import ExpertAdapters, GroupedExperts
 from infra.megatron.model.parallel import ParallelContext
 from infra.models.architecture import Architecture
 

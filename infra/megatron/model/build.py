@@ -15,7 +15,7 @@ from infra.config import TrainerConfig
 from infra.megatron.loss.microbatch import MicroBatch
 from infra.megatron.model.attention import PackedAttention
 from infra.megatron.model.copies import gather
-from infra.megatron.model.experts import MixtureOfExperts, replay_routes
+from infra.megatron.model.experts.layer import MixtureOfExperts, replay_routes
 from infra.megatron.model.norms_and_activation import HeadNorm, RMSNorm, SwiGLU
 from infra.megatron.model.parallel import ParallelContext
 from infra.megatron.model.rotary import Packed, Rotary

@@ -12,8 +12,6 @@ from torch import Tensor
 
 ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's interpreter: slow, for tests of these kernels without a GPU."""
-EXPERT_ROWS = 64
-"""Rows of a tile of add_by_expert."""
 HAS_TRITON = importlib.util.find_spec("triton") is not None and (torch.cuda.is_available() or ON_CPU)
 _found = HAS_TRITON
 
@@ -51,83 +49,6 @@ if HAS_TRITON:
         sigmoid = tl.sigmoid(gate)
         tl.store(result + row * 2 * width + column, g * up * sigmoid * (1 + gate * (1 - sigmoid)), mask=inside)
         tl.store(result + row * 2 * width + width + column, g * gate * sigmoid, mask=inside)
-
-    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-    def _weighted_swiglu(x, shares, y, width: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = column < width
-        gate = tl.load(x + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(x + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(y + row * width + column, gate * tl.sigmoid(gate) * up * tl.load(shares + row), mask=inside)
-
-    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-    def _weighted_swiglu_backward(  # type: ignore[no-untyped-def]
-        gradient, x, shares, result, to_shares, y, width: tl.constexpr, BLOCK: tl.constexpr
-    ):
-        row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-        share, total = tl.load(shares + row), tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, width, BLOCK):
-            column = start + lanes
-            inside = column < width
-            g = tl.load(gradient + row * width + column, mask=inside, other=0.0).to(tl.float32)
-            gate = tl.load(x + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-            up = tl.load(x + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-            sigmoid = tl.sigmoid(gate)
-            silu = gate * sigmoid
-            total += g * silu * up
-            tl.store(y + row * width + column, silu * up * share, mask=inside)
-            to_gate = g * share * up * sigmoid * (1 + gate * (1 - sigmoid))
-            tl.store(result + row * 2 * width + column, to_gate, mask=inside)
-            tl.store(result + row * 2 * width + width + column, g * share * silu, mask=inside)
-        tl.store(to_shares + row, tl.sum(total, 0))
-
-    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-    def _combine(rows, inverse, y, per_token: tl.constexpr, width: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside, total = column < width, tl.zeros((BLOCK,), tl.float32)
-        for i in range(per_token):
-            row = tl.load(inverse + token * per_token + i)
-            total += tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(y + token * width + column, total, mask=inside)
-
-    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-    def _add_by_expert(  # type: ignore[no-untyped-def]
-        y,
-        narrow,
-        matrices,
-        ends,
-        firsts,
-        num_rows,
-        expert_stride,
-        rank_stride,
-        column_stride,
-        rank: tl.constexpr,
-        width: tl.constexpr,
-        ROWS: tl.constexpr,
-        RANK: tl.constexpr,
-        COLUMNS: tl.constexpr,
-        IN_FLOAT32: tl.constexpr,
-    ):
-        start = tl.program_id(0).to(tl.int64) * ROWS
-        rows, lanes, columns = start + tl.arange(0, ROWS), tl.arange(0, RANK), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        x = tl.load(narrow + rows[:, None] * rank + lanes, mask=(rows < num_rows)[:, None] & (lanes < rank), other=0.0)
-        within = (lanes < rank)[:, None] & (columns < width)
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        # Rows of several experts may lie in one tile. Each matrix is multiplied with its own rows, and with zeros in place of the others.
-        expert, begin, stop = tl.load(firsts + tl.program_id(0)).to(tl.int64), start, tl.minimum(start + ROWS, num_rows)
-        while begin < stop:
-            end = tl.load(ends + expert)
-            place = matrices + expert * expert_stride + lanes[:, None] * rank_stride + columns * column_stride
-            own, matrix = (rows >= begin) & (rows < end), tl.load(place, mask=within, other=0.0)
-            mine = tl.where(own[:, None], x, 0.0).to(x.dtype)
-            if IN_FLOAT32:
-                mine, matrix = mine.to(tl.float32), matrix.to(tl.float32)
-            total += tl.dot(mine, matrix, input_precision="ieee")
-            begin = tl.maximum(begin, end.to(tl.int64))
-            expert += 1
-        target = y + rows[:, None] * width + columns
-        inside = (rows < num_rows)[:, None] & (columns < width)
-        tl.store(target, tl.load(target, mask=inside, other=0.0).to(tl.float32) + total, mask=inside)
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _combine_copies(rows, order, starts, y, width: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -216,7 +137,7 @@ def swiglu(x: Tensor) -> Tensor:
     """[..., gate | up] -> [..., W]: silu(gate) * up, of the tensor's dtype."""
     x, width = x.contiguous(), x.shape[-1] // 2
     y = x.new_empty(*x.shape[:-1], width)
-    _swiglu[_grid(x, width, 1024)](x, y, width, BLOCK=1024)
+    _swiglu[grid(x, width, 1024)](x, y, width, BLOCK=1024)
     return y
 
 
@@ -224,45 +145,8 @@ def swiglu_backward(gradient: Tensor, x: Tensor) -> Tensor:
     """Return the gradient of `swiglu`'s input. gradient: [..., W]; x: [..., gate | up], its input. Returns [..., gate | up]."""
     gradient, x, width = gradient.contiguous(), x.contiguous(), x.shape[-1] // 2
     result = torch.empty_like(x)
-    _swiglu_backward[_grid(x, width, 1024)](gradient, x, result, width, BLOCK=1024)
+    _swiglu_backward[grid(x, width, 1024)](gradient, x, result, width, BLOCK=1024)
     return result
-
-
-def weighted_swiglu(x: Tensor, shares: Tensor) -> Tensor:
-    """[N, gate | up], float32 [N] -> shares * silu(gate) * up."""
-    width = x.shape[1] // 2
-    y = x.new_empty(len(x), width)
-    _weighted_swiglu[_grid(x, width, 1024)](x.contiguous(), shares.contiguous(), y, width, BLOCK=1024)
-    return y
-
-
-def weighted_swiglu_backward(gradient: Tensor, x: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x and of shares, and the activation: [N, gate | up], [N], [N, W]. gradient: [N, W]."""
-    gradient, x, shares, width = gradient.contiguous(), x.contiguous(), shares.contiguous(), x.shape[1] // 2
-    result, to_shares, y = torch.empty_like(x), torch.empty_like(shares), torch.empty_like(gradient)
-    _weighted_swiglu_backward[(len(x),)](gradient, x, shares, result, to_shares, y, width, BLOCK=1024)
-    return result, to_shares, y
-
-
-def combine(rows: Tensor, inverse_TK: Tensor) -> Tensor:
-    """[T, H]: the sum of each token's rows."""
-    rows, width = rows.contiguous(), rows.shape[1]
-    y = rows.new_empty(len(inverse_TK), width)
-    _combine[_grid(y, width, 1024)](rows, inverse_TK.contiguous(), y, inverse_TK.shape[1], width, BLOCK=1024)
-    return y
-
-
-def add_by_expert(y_NO: Tensor, narrow_NR: Tensor, matrices_ERO: Tensor, ends_E: Tensor) -> Tensor:
-    """y, to each row of which the row of narrow times its expert's matrix was added: in place, and rounded once."""
-    assert y_NO.is_contiguous()
-    narrow_NR, (num_rows, width), rank = narrow_NR.contiguous(), y_NO.shape, narrow_NR.shape[1]
-    starts = torch.arange(0, num_rows, EXPERT_ROWS, device=y_NO.device, dtype=ends_E.dtype)
-    firsts = torch.searchsorted(ends_E, starts, right=True)
-    sizes = {"rank": rank, "width": width, "ROWS": EXPERT_ROWS, "RANK": max(16, power_of_2(rank)), "COLUMNS": 128}
-    sizes["IN_FLOAT32"] = ON_CPU  # Triton's interpreter takes the bits of bfloat16 for integers in a product (3.6.0)
-    grid = (len(starts), -(-width // 128))
-    _add_by_expert[grid](y_NO, narrow_NR, matrices_ERO, ends_E, firsts, num_rows, *matrices_ERO.stride(), **sizes)
-    return y_NO
 
 
 def combine_copies(copied: Tensor, order_N: Tensor, starts: Tensor) -> Tensor:
@@ -270,7 +154,7 @@ def combine_copies(copied: Tensor, order_N: Tensor, starts: Tensor) -> Tensor:
     copied, width = copied.contiguous(), copied.shape[1]
     y = copied.new_empty(len(starts) - 1, width)
     block = min(power_of_2(width), 1024)
-    _combine_copies[_grid(y, width, block)](copied, order_N, starts, y, width, BLOCK=block)
+    _combine_copies[grid(y, width, block)](copied, order_N, starts, y, width, BLOCK=block)
     return y
 
 
@@ -290,9 +174,10 @@ def logprob_backward(
     logits_TV, width = logits_TV.contiguous(), logits_TV.shape[1]
     result_TV = torch.empty_like(logits_TV)
     vectors = (x.contiguous() for x in (log_norm_T, gradient_T, at_target_T, target_T))
-    _logprob_backward[_grid(logits_TV, width, 4096)](logits_TV, *vectors, result_TV, temperature, width, BLOCK=4096, num_warps=8)
+    _logprob_backward[grid(logits_TV, width, 4096)](logits_TV, *vectors, result_TV, temperature, width, BLOCK=4096, num_warps=8)
     return result_TV
 
 
-def _grid(x: Tensor, width: int, block: int) -> tuple[int, int]:
+def grid(x: Tensor, width: int, block: int) -> tuple[int, int]:
+    """Return the programs of a kernel that computes a block of a row of x each."""
     return x.numel() // x.shape[-1], -(-width // block)

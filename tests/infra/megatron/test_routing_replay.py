@@ -15,7 +15,7 @@ from infra.megatron.loss.logprobs import token_logprobs
 from infra.megatron.loss.microbatch import MicroBatch, collate, groups_of
 from infra.megatron.loss.reference_logprobs import with_policies
 from infra.megatron.model import base_weights, build, parallel
-from infra.megatron.model.experts import GroupedExperts
+from infra.megatron.model.experts.layer import GroupedExperts
 from infra.megatron.program import optimizer
 from infra.models.architecture import read_architecture
 

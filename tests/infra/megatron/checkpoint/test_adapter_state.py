@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from infra.megatron.__main__ import run
 from infra.megatron.lora.layers import LoraLinear
-from infra.megatron.model.experts import ExpertAdapters
+from infra.megatron.model.experts.layer import ExpertAdapters
 from infra.megatron.program.session import TrainerSession
 from infra.megatron.protocol.optimizer_files import MOMENTS
 

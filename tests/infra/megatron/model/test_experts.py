@@ -14,10 +14,11 @@ from torch import Tensor
 
 from infra.config import LoraConfig
 from infra.megatron.lora import layers as lora
-from infra.megatron.model import base_weights, grouped_gemm, parallel
+from infra.megatron.model import base_weights, parallel
 from infra.megatron.model.build import build
-from infra.megatron.model.experts import ExpertAdapters, _RouterLogits
-from infra.megatron.model.grouped_gemm import Adapters
+from infra.megatron.model.experts import grouped_gemm
+from infra.megatron.model.experts.grouped_gemm import Adapters
+from infra.megatron.model.experts.layer import ExpertAdapters, _RouterLogits
 from infra.models import architecture
 
 T, E, K, H, FFN = 40, 6, 2, 16, 24

@@ -34,7 +34,8 @@ from types import SimpleNamespace
 from infra.megatron.model import kernels
 from infra.megatron.model.norms_and_activation import HeadNorm, SwiGLU
 from infra.megatron.loss.logprobs import token_logprobs
-from infra.megatron.model.grouped_gemm import Adapters, add_by_expert, experts_output, route
+from infra.megatron.model.experts import grouped_gemm
+from infra.megatron.model.experts.grouped_gemm import Adapters, experts_output, route
 from infra.megatron.model.copies import copies_of, gather
 from infra.megatron.model.rotary import Packed, Rotary, rotate
 
@@ -50,8 +51,8 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
     weights = [torch.randn(6, *size).mul(0.1).to(dtype) for size in ((64, 48), (48, 32), (8, 48), (64, 8), (8, 32), (48, 8))]
     hidden, shares = torch.randn(3, 48).to(dtype), torch.rand(6)
     # Of several tiles, one of which has rows of four experts; one expert has none.
-    many, narrow, matrices = (torch.randn(*size).to(dtype) for size in ((142, 130), (142, 8), (5, 130, 8)))
-    ends = torch.tensor([5, 5, 75, 78, 142]).int()
+    many, narrow, matrices, tokens = (torch.randn(*size).to(dtype) for size in ((142, 130), (142, 8), (5, 130, 8), (71, 130)))
+    tiles = route(torch.tensor([0] * 5 + [2] * 70 + [3] * 3 + [4] * 64).view(71, 2), 5)
     found = []
     for kernels._found in (True, False):
         x_leaf, logits_leaf, heads_leaf = (tensor.clone().requires_grad_() for tensor in (x, logits, heads))
@@ -71,7 +72,14 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
         of_experts = [mixed, *(leaf.grad for leaf in leaves)]
         rows = x[:, 0].clone().requires_grad_()
         gather(rows, copies_of(torch.tensor([2, 0, 2, 4, 0, 2]), 5)).backward(x[[0, 1, 2, 3, 4, 0], 0])
-        of_experts += [rows.grad, *(add_by_expert(many.clone(), narrow, each, ends) for each in (matrices.mT, matrices.mT.contiguous()))]
+        of_experts.append(rows.grad)
+        for each in (matrices, matrices.mT.contiguous().mT):
+            of_experts.append(grouped_gemm.add_by_expert(many.clone(), narrow, each.mT, tiles))
+            of_experts.append(grouped_gemm.narrow_by_expert(many, each, tiles, 0.5))
+            of_experts.append(grouped_gemm.narrow_by_expert(tokens, each, tiles, 0.5, of_tokens=True))
+        for is_of_tokens, wide in ((False, many), (True, tokens)):
+            of_experts.append(grouped_gemm.to_first(narrow, wide, tiles, of_tokens=is_of_tokens))
+            of_experts.append(grouped_gemm.to_second(wide, narrow, tiles, of_tokens=is_of_tokens))
         found.append([rotated, heads_leaf.grad, normed, fused.grad, y, x_leaf.grad, logprobs, entropies, logits_leaf.grad, *of_experts])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infra.megatron.model import kernels
+from infra.megatron.model.experts import triton_kernels
 
 # T tokens, N rows (a token is a row for each of its K experts), E experts, H hidden, F of an expert, G = 2 F gate and up, R rank
 # of all adapters of a fused layer, I inputs, O outputs
@@ -31,6 +32,8 @@ class Route(NamedTuple):
     inverse_TK: Tensor
     """Token -> its rows."""
     ends_E: Tensor
+    firsts: Tensor
+    """Tile of rows -> the expert of its first row."""
 
 
 class Adapters(NamedTuple):
@@ -50,13 +53,14 @@ def route(experts_TK: Tensor, num_experts: int) -> Route:
     ends_E = torch.searchsorted(found, torch.arange(num_experts, device=flat.device), right=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
-    return Route(order, order // experts_TK.shape[1], inverse.view(experts_TK.shape), ends_E.int())
+    firsts = torch.searchsorted(ends_E, torch.arange(0, len(flat), triton_kernels.TILE, device=flat.device), right=True)
+    return Route(order, order // experts_TK.shape[1], inverse.view(experts_TK.shape), ends_E.int(), firsts)
 
 
 def combine(y_NH: Tensor, inverse_TK: Tensor) -> Tensor:
     """[T, H]: the sum of each token's rows, in float32."""
     if kernels.usable(y_NH) and len(inverse_TK):
-        return kernels.combine(y_NH, inverse_TK)
+        return triton_kernels.combine(y_NH, inverse_TK)
     total: Tensor = y_NH[inverse_TK].sum(1, dtype=kernels.wide(y_NH.dtype))
     return total.to(y_NH.dtype)
 
@@ -73,12 +77,35 @@ def by_expert(x_NI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     return y_NO
 
 
-def add_by_expert(y_NO: Tensor, narrow_NR: Tensor, matrices_ERO: Tensor, ends_E: Tensor) -> Tensor:
+def add_by_expert(y_NO: Tensor, narrow_NR: Tensor, matrices_ERO: Tensor, path: Route) -> Tensor:
     """Add to each row of y the row of narrow times the matrix of its expert, in place: the product has as many columns as y, and is no tensor
     of its own where there are kernels."""
     if kernels.usable(y_NO):
-        return kernels.add_by_expert(y_NO, narrow_NR, matrices_ERO, ends_E)
-    return y_NO.add_(by_expert(narrow_NR, matrices_ERO, ends_E))
+        return triton_kernels.add_by_expert(y_NO, narrow_NR, matrices_ERO, path.ends_E, path.firsts)
+    return y_NO.add_(by_expert(narrow_NR, matrices_ERO, path.ends_E))
+
+
+# Perf: LAYER
+def narrow_by_expert(x: Tensor, matrices_EIR: Tensor, path: Route, scale: float, *, of_tokens: bool = False) -> Tensor:
+    """[N, R]: scale * each row times the matrix of its expert. x: [N, I], or of_tokens: [T, I]."""
+    if _is_narrow(x, matrices_EIR.shape[2]):
+        source_N = path.source_N if of_tokens else None
+        return triton_kernels.narrow_by_expert(x, matrices_EIR, path.ends_E, path.firsts, scale, source_N)
+    return by_expert(x[path.source_N] if of_tokens else x, matrices_EIR, path.ends_E).mul_(scale)
+
+
+def to_first(narrow_NR: Tensor, x: Tensor, path: Route, *, of_tokens: bool = False) -> Tensor:
+    """[E, R, I], the gradient of A from those of A x. x: [N, I], or of_tokens: [T, I]."""
+    if _is_narrow(x, narrow_NR.shape[1]):
+        return triton_kernels.over_rows(narrow_NR, x, path.ends_E, path.source_N if of_tokens else None)
+    return over_rows(narrow_NR, x[path.source_N] if of_tokens else x, path.ends_E)
+
+
+def to_second(dy: Tensor, narrow_NR: Tensor, path: Route, *, of_tokens: bool = False) -> Tensor:
+    """[E, O, R], the gradient of B. dy: [N, O], or of_tokens: [T, O]."""
+    if _is_narrow(dy, narrow_NR.shape[1]):
+        return triton_kernels.over_rows(narrow_NR, dy, path.ends_E, path.source_N if of_tokens else None, is_wide_first=True)
+    return over_rows(dy[path.source_N] if of_tokens else dy, narrow_NR, path.ends_E)
 
 
 def over_rows(a_NO: Tensor, b_NI: Tensor, ends_E: Tensor) -> Tensor:
@@ -91,6 +118,10 @@ def over_rows(a_NO: Tensor, b_NI: Tensor, ends_E: Tensor) -> Tensor:
     for expert, (start, end) in enumerate(_spans(ends_E)):
         torch.mm(a_NO[start:end].t(), b_NI[start:end], out=sums[expert])
     return sums
+
+
+def _is_narrow(x: Tensor, rank: int) -> bool:
+    return kernels.usable(x) and rank <= triton_kernels.WIDEST
 
 
 def _is_grouped(x: Tensor, width: int) -> bool:
@@ -114,7 +145,7 @@ def experts_output(
     first, second, scale = adapters or Adapters(None, None, 1.0)
     matrices = (*(first or (None, None)), *(second or (None, None)))
     output: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]  # torch
-        x_TH, share_N, path.source_N, path.inverse_TK, path.ends_E, gate_up_EGH, down_EHF, *matrices, scale
+        x_TH, share_N, path, gate_up_EGH, down_EHF, *matrices, scale
     )
     return output
 
@@ -128,9 +159,7 @@ class _Experts(torch.autograd.Function):
         ctx: Any,  # Any: torch types its context so
         x_TH: Tensor,
         share_N: Tensor,
-        source_N: Tensor,
-        inverse_TK: Tensor,
-        ends_E: Tensor,
+        path: Route,
         gate_up_EGH: Tensor,
         down_EHF: Tensor,
         a1_ERH: Tensor | None,
@@ -139,65 +168,65 @@ class _Experts(torch.autograd.Function):
         b2_EHR: Tensor | None,
         scale: float,
     ) -> Tensor:
-        inner_NG, narrow1_NR = _linear(x_TH[source_N], gate_up_EGH, a1_ERH, b1_EGR, ends_E, scale)
-        y_NH, narrow2_NR = _linear(weighted_swiglu(inner_NG, share_N), down_EHF, a2_ERF, b2_EHR, ends_E, scale)
-        ctx.scale = scale
+        inner_NG = by_expert(x_TH[path.source_N], gate_up_EGH.mT, path.ends_E)
+        narrow1_NR = _add_adapter(inner_NG, x_TH, a1_ERH, b1_EGR, path, scale, of_tokens=True)
+        act_NF = weighted_swiglu(inner_NG, share_N)
+        y_NH = by_expert(act_NF, down_EHF.mT, path.ends_E)
+        narrow2_NR = _add_adapter(y_NH, act_NF, a2_ERF, b2_EHR, path, scale)
+        ctx.path, ctx.scale = path, scale
         ctx.save_for_backward(
-            *(x_TH, share_N, source_N, inverse_TK, ends_E, gate_up_EGH, down_EHF),
-            *(a1_ERH, b1_EGR, a2_ERF, b2_EHR, inner_NG, narrow1_NR, narrow2_NR),
+            x_TH, share_N, gate_up_EGH, down_EHF, a1_ERH, b1_EGR, a2_ERF, b2_EHR, inner_NG, narrow1_NR, narrow2_NR
         )
-        return combine(y_NH, inverse_TK)
+        return combine(y_NH, path.inverse_TK)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x_TH, share_N, source_N, inverse_TK, ends_E, gate_up_EGH, down_EHF, *rest = ctx.saved_tensors
-        a1_ERH, b1_EGR, a2_ERF, b2_EHR, inner_NG, narrow1_NR, narrow2_NR = rest
-        dy_NH = gradients[0][source_N]
-        dnarrow2_NR, db2_EHR = _to_narrow(dy_NH, narrow2_NR, b2_EHR, ends_E, ctx.scale)
-        dact_NF = _to_input(dy_NH, dnarrow2_NR, down_EHF, a2_ERF, ends_E)
-        del dy_NH
+        x_TH, share_N, gate_up_EGH, down_EHF, a1_ERH, b1_EGR, a2_ERF, b2_EHR, inner_NG, narrow1_NR, narrow2_NR = ctx.saved_tensors
+        path, scale = ctx.path, ctx.scale
+        dnarrow2_NR, db2_EHR = _to_narrow(gradients[0], narrow2_NR, b2_EHR, path, scale, of_tokens=True)
+        dact_NF = _to_input(gradients[0][path.source_N], dnarrow2_NR, down_EHF, a2_ERF, path)
         dinner_NG, dshare_N, act_NF = weighted_swiglu_backward(dact_NF, inner_NG, share_N)
-        da2_ERF = None if dnarrow2_NR is None else over_rows(dnarrow2_NR, act_NF, ends_E)
+        da2_ERF = None if dnarrow2_NR is None else to_first(dnarrow2_NR, act_NF, path)
         del dact_NF, act_NF
-        dnarrow1_NR, db1_EGR = _to_narrow(dinner_NG, narrow1_NR, b1_EGR, ends_E, ctx.scale)
-        da1_ERH = None if dnarrow1_NR is None else over_rows(dnarrow1_NR, x_TH[source_N], ends_E)
+        dnarrow1_NR, db1_EGR = _to_narrow(dinner_NG, narrow1_NR, b1_EGR, path, scale)
+        da1_ERH = None if dnarrow1_NR is None else to_first(dnarrow1_NR, x_TH, path, of_tokens=True)
         dx_TH = None
         if ctx.needs_input_grad[0]:
-            dx_TH = combine(_to_input(dinner_NG, dnarrow1_NR, gate_up_EGH, a1_ERH, ends_E), inverse_TK)
-        return dx_TH, dshare_N, None, None, None, None, None, da1_ERH, db1_EGR, da2_ERF, db2_EHR, None
+            dx_TH = combine(_to_input(dinner_NG, dnarrow1_NR, gate_up_EGH, a1_ERH, path), path.inverse_TK)
+        return dx_TH, dshare_N, None, None, None, da1_ERH, db1_EGR, da2_ERF, db2_EHR, None
 
 
-def _linear(
-    x_NI: Tensor, weight_EOI: Tensor, a_ERI: Tensor | None, b_EOR: Tensor | None, ends_E: Tensor, scale: float
-) -> tuple[Tensor, Tensor | None]:
-    """Return the layer's output, and scale * A x of the adapters."""
-    y_NO = by_expert(x_NI, weight_EOI.mT, ends_E)
+def _add_adapter(
+    y_NO: Tensor, x: Tensor, a_ERI: Tensor | None, b_EOR: Tensor | None, path: Route, scale: float, *, of_tokens: bool = False
+) -> Tensor | None:
+    """Add B of scale * A x to the layer's output, in place. Returns scale * A x. x: [N, I], or of_tokens: [T, I]."""
     if a_ERI is None or b_EOR is None:
-        return y_NO, None
-    narrow_NR = by_expert(x_NI, a_ERI.mT, ends_E).mul_(scale)
-    return add_by_expert(y_NO, narrow_NR, b_EOR.mT, ends_E), narrow_NR
+        return None
+    narrow_NR = narrow_by_expert(x, a_ERI.mT, path, scale, of_tokens=of_tokens)
+    add_by_expert(y_NO, narrow_NR, b_EOR.mT, path)
+    return narrow_NR
 
 
 def _to_narrow(
-    dy_NO: Tensor, narrow_NR: Tensor | None, b_EOR: Tensor | None, ends_E: Tensor, scale: float
+    dy: Tensor, narrow_NR: Tensor | None, b_EOR: Tensor | None, path: Route, scale: float, *, of_tokens: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of A x and of B."""
+    """The gradients of A x and of B. dy: [N, O], or of_tokens: [T, O]."""
     if narrow_NR is None or b_EOR is None:
         return None, None
-    return by_expert(dy_NO, b_EOR, ends_E).mul_(scale), over_rows(dy_NO, narrow_NR, ends_E)
+    return narrow_by_expert(dy, b_EOR, path, scale, of_tokens=of_tokens), to_second(dy, narrow_NR, path, of_tokens=of_tokens)
 
 
-def _to_input(dy_NO: Tensor, dnarrow_NR: Tensor | None, weight_EOI: Tensor, a_ERI: Tensor | None, ends_E: Tensor) -> Tensor:
-    dx_NI = by_expert(dy_NO, weight_EOI, ends_E)
+def _to_input(dy_NO: Tensor, dnarrow_NR: Tensor | None, weight_EOI: Tensor, a_ERI: Tensor | None, path: Route) -> Tensor:
+    dx_NI = by_expert(dy_NO, weight_EOI, path.ends_E)
     if dnarrow_NR is None or a_ERI is None:
         return dx_NI
-    return add_by_expert(dx_NI, dnarrow_NR, a_ERI, ends_E)
+    return add_by_expert(dx_NI, dnarrow_NR, a_ERI, path)
 
 
 def weighted_swiglu(inner_NG: Tensor, share_N: Tensor) -> Tensor:
     """[N, F]: share * silu(gate) * up, in float32 inside."""
     if kernels.usable(inner_NG):
-        return kernels.weighted_swiglu(inner_NG, share_N)
+        return triton_kernels.weighted_swiglu(inner_NG, share_N)
     gate, up = inner_NG.to(kernels.wide(inner_NG.dtype)).chunk(2, -1)
     return (F.silu(gate) * up * share_N[:, None]).to(inner_NG.dtype)
 
@@ -205,7 +234,7 @@ def weighted_swiglu(inner_NG: Tensor, share_N: Tensor) -> Tensor:
 def weighted_swiglu_backward(dact_NF: Tensor, inner_NG: Tensor, share_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of inner and share, and the recomputed activation."""
     if kernels.usable(inner_NG):
-        return kernels.weighted_swiglu_backward(dact_NF, inner_NG, share_N)
+        return triton_kernels.weighted_swiglu_backward(dact_NF, inner_NG, share_N)
     wide, share = kernels.wide(inner_NG.dtype), share_N[:, None]
     (gate, up), gradient = inner_NG.to(wide).chunk(2, -1), dact_NF.to(wide)
     silu = F.silu(gate)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from infra.config import LoraConfig
 from infra.megatron.lora.products import GradientSums
-from infra.megatron.model import grouped_gemm, kernels
-from infra.megatron.model.grouped_gemm import Adapters, Route
+from infra.megatron.model import kernels
+from infra.megatron.model.experts import grouped_gemm
+from infra.megatron.model.experts.grouped_gemm import Adapters, Route
 from infra.megatron.model.parallel import ParallelContext
 from infra.models import architecture
 

@@ -1,0 +1,1 @@
+"""The experts of a mixture: the layer, its matrix products, and their kernels."""
