@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 
-TRAINER_PACKAGES = ("torch", "megatron-core", "transformers", "triton", "flash-attn-4", "safetensors", "numpy")
+TRAINER_PACKAGES = ("torch", "megatron-core", "transformers", "triton", "flash-attn-4", "quack-kernels", "safetensors", "numpy")
 """Packages that affect the trainer's numbers."""
 HERE = Path(__file__).resolve().parent
 MODULES = {
@@ -21,6 +21,7 @@ MODULES = {
     "sglang-kernel": "sgl_kernel",
     "flash-attn-4": "flash_attn",
     "flashinfer-python": "flashinfer",
+    "quack-kernels": "quack",
 }
 """Modules whose name differs from their package's name."""
 

@@ -56,8 +56,8 @@ def run(path: Path, session: "TrainerSession | None") -> int:
     # megatron-core takes seconds to import; bad input does not wait for it.
     with compiled_at_first_call():
         from infra.megatron.checkpoint.shared_experts import UnusableExperts
-        from infra.megatron.model.attention import UnusableAttention
         from infra.megatron.model.base_weights import UnusableBase
+        from infra.megatron.model.kernel_packages import UnusableKernel
         from infra.megatron.program.phase_timer import Phases
         from infra.megatron.program.run_job import train
         from infra.megatron.program.session import TrainerSession
@@ -67,7 +67,7 @@ def run(path: Path, session: "TrainerSession | None") -> int:
         train(job, inputs, Phases({"import": time.perf_counter() - begin}), session or TrainerSession())
     except NotFinite as error:
         return _fail(NOT_FINITE, str(error), stays=session is not None)
-    except (UnusableBase, UnusableAttention) as error:
+    except (UnusableBase, UnusableKernel) as error:
         is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
         code = _fail(BAD_INPUT, str(error), stays=session is not None and is_alone)
         if not is_alone:  # ranks whose part of it is whole would wait for this one: torchrun ends them with it

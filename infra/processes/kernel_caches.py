@@ -23,6 +23,7 @@ VARIABLES = {
     "CUDA_CACHE_PATH": "cuda",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "QUACK_CACHE_DIR": "quack",
     "SGLANG_CACHE_DIR": "sglang",
     "SGLANG_DG_CACHE_DIR": "deep-gemm",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -33,7 +34,8 @@ VARIABLES = {
 }
 """Environment variables by which the libraries find their caches, and the folders that they get. Read in the source of SGLang 0.5.17 and 0.5.18
 (srt/environ.py, kernels/jit/utils/compile.py, layers/deep_gemm_wrapper/compile_utils.py), FlashInfer 0.6.15 (jit/env.py),
-apache-tvm-ffi 0.1.11 (cpp/extension.py) and flash-attn-4 4.0.0b36 (flash_attn/cute/cache_utils.py). CUDA and Triton document theirs."""
+apache-tvm-ffi 0.1.11 (cpp/extension.py), flash-attn-4 4.0.0b36 (flash_attn/cute/cache_utils.py) and quack-kernels 0.6.5 (quack/cache).
+CUDA and Triton document theirs."""
 SWITCHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
 """Environment variables without which a library keeps no kernels."""
 ABOUT = "about.json"

@@ -2,31 +2,34 @@
 
     python tests/gpu/experts.py OUT.json
 
-Right: output and gradients of the grouped bfloat16 products, and of the Triton kernels, against one float32 product for each expert;
-with all experts in use, and with most of them idle. Exit code 1 if one is further away than it should be. Without a GPU: a small shape.
+Right: output and gradients of the grouped bfloat16 products, and of the kernels of Triton and quack, against one float32 product for each
+expert; with all experts in use, and with most of them idle. Exit code 1 if one is further away than it should be. Fast: milliseconds of the GPU
+and of the host, by which kernels compute the products with adapters. Without a GPU: a small shape.
 """
 
 import argparse
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from infra.megatron.model import kernels
-from infra.megatron.model.experts import grouped_gemm
-from infra.megatron.model.experts.grouped_gemm import Adapters, Route
+from infra.megatron.model.experts import fused_gemm, grouped_gemm, triton_kernels
+from infra.megatron.model.experts.grouped_gemm import Adapters
 from infra.store.files import write_json
 
 LARGE = {"num_experts": 128, "per_token": 8, "hidden": 2048, "ffn": 768}
 SMALL = {"num_experts": 8, "per_token": 2, "hidden": 64, "ffn": 32}
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Of the norm of the difference, by the norm of the reference."""
-add_in_place = grouped_gemm.add_by_expert
+WAYS = ("grouped products", "narrow products by Triton", "and wide ones by quack")
+OF_NOW = WAYS[-1]
 NAMES = ("output", "x", "share", "A1", "B1", "A2", "B2")
 
 
@@ -45,21 +48,26 @@ def main() -> int:
             write_json(out, found)
     for num_tokens in sizes[1:]:
         for rank in (0, 8, 16):
-            for way, adds in (("in place", add_in_place), ("product, then sum", add_a_product)):
-                grouped_gemm.add_by_expert = adds
+            for way in WAYS if rank else (OF_NOW,):
                 name = f"{num_tokens} tokens, rank {rank}, {way}"
-                found["speed"][name] = figures = speed(shape, num_tokens, rank, device)
+                with only(way):
+                    found["speed"][name] = figures = speed(shape, num_tokens, rank, device)
                 print(f"{name}: {figures}", flush=True)
                 write_json(out, found)
-            grouped_gemm.add_by_expert = add_in_place
     num_bad = sum(not case["ok"] for case in found["right"].values())
     print(f"{len(found['right']) - num_bad} passed, {num_bad} failed")
     return 1 if num_bad else 0
 
 
-def add_a_product(y_NO: Tensor, narrow_NR: Tensor, matrices_ERO: Tensor, path: Route) -> Tensor:
-    """As it was done before: the adapters' product is a tensor as wide as y."""
-    return y_NO.add_(grouped_gemm.by_expert(narrow_NR, matrices_ERO, path.ends_E))
+@contextmanager
+def only(way: str) -> Any:
+    """Of today's products with adapters those that a way had."""
+    with ExitStack() as patches:
+        if way != OF_NOW:
+            patches.enter_context(mock.patch.object(fused_gemm, "computes", lambda *_: False))
+        if way == WAYS[0]:
+            patches.enter_context(mock.patch.object(triton_kernels, "WIDEST", 0))
+        yield
 
 
 class Case:
@@ -145,19 +153,22 @@ def speed(shape: dict[str, int], num_tokens: int, rank: int, device: str) -> dic
     with torch.no_grad():
         forward_s = seconds(lambda: case.forward(leaves), device)
     both_s = seconds(lambda: case.forward(leaves).backward(case.gradient), device)
+    host_s = seconds(lambda: case.forward(leaves).backward(case.gradient), device, waits=False)
     weights = 3 * shape["hidden"] * shape["ffn"] + 3 * rank * (shape["hidden"] + shape["ffn"])
     flops = 2 * num_tokens * shape["per_token"] * weights
     adapters = 2 * num_tokens * shape["per_token"] * 3 * rank * (shape["hidden"] + shape["ffn"])
     return {
         "forward_ms": round(forward_s * 1e3, 3),
         "forward_and_backward_ms": round(both_s * 1e3, 3),
+        "host_ms": round(host_s * 1e3, 3),
         "forward_tflops": round(flops / forward_s / 1e12, 1),
         "forward_and_backward_tflops": round((2 * flops + adapters) / both_s / 1e12, 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device == "cuda" else 0.0,
     }
 
 
-def seconds(work: Callable[[], Any], device: str, repeat: int = 10) -> float:
+def seconds(work: Callable[[], Any], device: str, repeat: int = 10, *, waits: bool = True) -> float:
+    """waits: Until the GPU has done it; otherwise the time that the host takes to ask for it."""
     for _ in range(3):
         work()
     if device == "cuda":
@@ -165,9 +176,12 @@ def seconds(work: Callable[[], Any], device: str, repeat: int = 10) -> float:
     begin = time.perf_counter()
     for _ in range(repeat):
         work()
+    if device == "cuda" and waits:
+        torch.cuda.synchronize()
+    asked_s = (time.perf_counter() - begin) / repeat
     if device == "cuda":
         torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / repeat
+    return asked_s
 
 
 if __name__ == "__main__":

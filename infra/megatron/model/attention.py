@@ -5,12 +5,10 @@ rows, so that one call computes all sequences. The call's causal mask is aligned
 """
 
 import inspect
-import logging
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from infra.megatron.model import kernel_packages
 from infra.megatron.model.copies import gather, saved_as_rows
 from infra.megatron.model.rotary import rotate
-
-log = logging.getLogger(__name__)
 
 # T rows of all packed sequences, H heads, G key-value heads, D of one head
 
@@ -32,12 +29,6 @@ CUTE = "flash_attn.cute"
 HEAD_DIMS, FEWEST_ROWS = (64, 128), 8192
 """Sizes of a head with which flash-attn-4 was measured, and queries of a micro-batch from which on it is used: calls cost the host more than those
 of torch's kernel, which the host of a small micro-batch has no time for (docs/results/speed.md)."""
-TOLERANCE = 2e-2
-"""Of the norm of the difference, by the norm of the float32 result. Rounding to bfloat16 alone makes 0.002 to 0.007 (`one_by_one`, CPU)."""
-
-
-class UnusableAttention(ValueError):
-    """flash-attn-4 does not compute what torch does."""
 
 
 def backend(device: torch.device, dtype: torch.dtype, head_dim: int, num_rows: int = FEWEST_ROWS) -> str:
@@ -59,40 +50,22 @@ def described(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
 def load_ahead() -> None:
     """Import flash-attn-4, if it is installed, without using a GPU: 2 s, or 12 s where its bytecode is not compiled. Of one that does not load
     nothing is said before it is needed."""
-    if _is_installed():
+    if kernel_packages.is_installed(FLASH_4):
         with suppress(Exception):
             import_module(CUTE)
 
 
-def _is_installed() -> bool:
-    """By its metadata: another package, flash-attn, has a module of the same name."""
-    try:
-        version(FLASH_4)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
 @cache
 def _flash_4() -> Callable[..., Any] | None:
-    """flash-attn-4's function for packed sequences; None without the package, if it does not load, or on another GPU than a Hopper."""
-    if not _is_installed() or torch.cuda.get_device_capability()[0] != 9:
-        return None
-    try:
-        from flash_attn.cute import flash_attn_varlen_func  # type: ignore[import-not-found, unused-ignore]
-    except Exception as error:  # noqa: BLE001  # torch has a kernel, too
-        log.warning(
-            "flash-attn-4 is installed and does not load (%r): torch's kernel computes; repair it, or uninstall it", error
-        )
-        return None
-    return flash_attn_varlen_func  # type: ignore[no-any-return, unused-ignore]
+    """flash-attn-4's function for packed sequences, or None."""
+    return kernel_packages.function_of(FLASH_4, CUTE, "flash_attn_varlen_func")
 
 
 def check(device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     """Compare output and gradients of flash-attn-4, where it is to be used, with those of torch in float32: sequences of several lengths, of some
     of which only the last rows have queries. Takes about a second, more if its kernels have to be compiled first.
 
-    Raises UnusableAttention if they are further apart than rounding.
+    Raises infra.megatron.model.kernel_packages.UnusableKernel if they are further apart than rounding.
     """
     if backend(device, dtype, head_dim) != FLASH_4:
         return
@@ -116,13 +89,7 @@ def check(device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads
         gradients = torch.autograd.grad(output, (query, key, value), upstream.to(kind))
         found.append([each.detach().float() for each in (output, *gradients)])
     names = ("output", "the queries' gradient", "the keys' gradient", "the values' gradient")
-    for name, mine, expected in zip(names, *found, strict=True):
-        apart = float((mine - expected).norm() / expected.norm())
-        if not apart <= TOLERANCE:
-            raise UnusableAttention(
-                f"flash-attn-4 {version(FLASH_4)} computes attention wrong on this GPU: {name} is {apart:.2g} of its norm from torch's, "
-                f"allowed are {TOLERANCE:g}: uninstall it, or install the version in docs/trainer.md"
-            )
+    kernel_packages.compare(FLASH_4, "attention", names, *found)
 
 
 class PackedAttention(nn.Module):

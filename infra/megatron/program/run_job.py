@@ -15,6 +15,7 @@ from infra.megatron.checkpoint.adapter_state import Values
 from infra.megatron.checkpoint.shared_experts import ExpertsChanged
 from infra.megatron.model import attention, kernels
 from infra.megatron.model.build import base_dtype
+from infra.megatron.model.experts import grouped_gemm
 from infra.megatron.model.parallel import ParallelContext
 from infra.megatron.program import canary, optimizer, throughput
 from infra.megatron.program.check_job import Inputs
@@ -101,11 +102,13 @@ def _learn(
 
 def _backends(place: ParallelContext, job: TrainJob, a: Architecture) -> dict[str, str]:
     """Backends that computed the step. The adapters' matrix products are torch's own."""
+    dtype = base_dtype(job.trainer, place.device)
+    of_experts = {"experts_backend": grouped_gemm.described(place.device, dtype, a.experts, a.hidden_size)} if a.experts else {}
     return {
-        "attention_backend": attention.described(place.device, base_dtype(job.trainer, place.device), a.head_dim),
+        "attention_backend": attention.described(place.device, dtype, a.head_dim),
         "lora_backend": "torch",
         "fused_kernels": "triton" if kernels.usable(torch.ones(1, device=place.device)) else "torch",
-    }
+    } | of_experts
 
 
 def _peak_memory_gib(place: ParallelContext) -> float:

@@ -29,6 +29,7 @@ from infra.megatron.lora import layers as lora
 from infra.megatron.lora.layers import Shard
 from infra.megatron.model import attention, base_weights, parallel
 from infra.megatron.model import build as model
+from infra.megatron.model.experts import fused_gemm
 from infra.megatron.model.parallel import ParallelContext
 from infra.megatron.program.phase_timer import Phases
 from infra.megatron.protocol.job import TrainJob, stage_of
@@ -84,7 +85,7 @@ class TrainerSession:
 
         Raises:
             UnusableExperts, EngineEnded: as infra.megatron.checkpoint.shared_experts has them.
-            UnusableAttention: as infra.megatron.model.attention has it.
+            UnusableKernel: as infra.megatron.model.kernel_packages has it.
         """
         self.asleep = None
         if self.net is not None and self.place is not None:
@@ -96,7 +97,7 @@ class TrainerSession:
             if self.place is not None:  # a job before was refused when its model was not whole yet
                 parallel.stop()
             self.place = parallel.start(job)
-            self._check_attention(job, a)
+            self._check_kernels(job, a)
             self.net = model.build(a, job.trainer, self.place)
         with phases.measured("load"):
             try:
@@ -120,10 +121,13 @@ class TrainerSession:
                 self._attach_experts(job)
         return self.net, self.place
 
-    def _check_attention(self, job: TrainJob, a: Architecture) -> None:
+    def _check_kernels(self, job: TrainJob, a: Architecture) -> None:
         assert self.place is not None
-        heads = a.num_heads // self.place.tp_size, a.num_kv_heads // self.place.tp_size
-        attention.check(self.place.device, model.base_dtype(job.trainer, self.place.device), *heads, a.head_dim)
+        device, dtype = self.place.device, model.base_dtype(job.trainer, self.place.device)
+        attention.check(device, dtype, a.num_heads // self.place.tp_size, a.num_kv_heads // self.place.tp_size, a.head_dim)
+        if a.experts:
+            fused_gemm.check(device, dtype, a.hidden_size, 2 * a.experts.ffn_size)
+            fused_gemm.check(device, dtype, a.experts.ffn_size, a.hidden_size)
 
     def _attach_experts(self, job: TrainJob) -> None:
         if self.experts:

@@ -21,7 +21,7 @@ from infra.megatron.checkpoint import adapter_state
 from infra.megatron.checkpoint import save as checkpoint
 from infra.megatron.checkpoint.adapter_state import Kept
 from infra.megatron.model import attention, base_weights, parallel
-from infra.megatron.model.attention import UnusableAttention
+from infra.megatron.model.kernel_packages import UnusableKernel
 from infra.megatron.program import check_job
 from infra.megatron.program.session import TrainerSession
 from infra.megatron.protocol.job import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CANARY
@@ -328,7 +328,7 @@ def test_attention_that_computes_wrong_is_refused_before_the_step(
 
     def wrong(*shape: object) -> None:
         asked.append(shape)
-        raise UnusableAttention("flash-attn-4 computes attention wrong on this GPU")
+        raise UnusableKernel("flash-attn-4 computes attention wrong on this GPU")
 
     monkeypatch.setattr(attention, "check", wrong)
     assert refused(new_job()) == "error: flash-attn-4 computes attention wrong on this GPU\n"
@@ -338,7 +338,7 @@ def test_attention_that_computes_wrong_is_refused_before_the_step(
 
 @pytest.mark.parametrize(
     ("module", "name", "error"),
-    [(attention, "check", UnusableAttention("wrong")), (base_weights, "load_base", base_weights.UnusableBase("broken"))],
+    [(attention, "check", UnusableKernel("wrong")), (base_weights, "load_base", base_weights.UnusableBase("broken"))],
 )
 def test_a_program_that_stays_goes_on_after_a_refusal(
     module: ModuleType, name: str, error: Exception, new_job: Job, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infra.megatron.model import kernels
-from infra.megatron.model.experts import triton_kernels
+from infra.megatron.model.experts import fused_gemm, triton_kernels
+from infra.models.architecture import Experts
 
 # T tokens, N rows (a token is a row for each of its K experts), E experts, H hidden, F of an expert, G = 2 F gate and up, R rank
 # of all adapters of a fused layer, I inputs, O outputs
@@ -34,6 +35,8 @@ class Route(NamedTuple):
     ends_E: Tensor
     firsts: Tensor
     """Tile of rows -> the expert of its first row."""
+    bounds: Tensor
+    """ends_E after a 0."""
 
 
 class Adapters(NamedTuple):
@@ -54,7 +57,8 @@ def route(experts_TK: Tensor, num_experts: int) -> Route:
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     firsts = torch.searchsorted(ends_E, torch.arange(0, len(flat), triton_kernels.TILE, device=flat.device), right=True)
-    return Route(order, order // experts_TK.shape[1], inverse.view(experts_TK.shape), ends_E.int(), firsts)
+    bounds = F.pad(ends_E, (1, 0)).int()
+    return Route(order, order // experts_TK.shape[1], inverse.view(experts_TK.shape), ends_E.int(), firsts, bounds)
 
 
 def combine(y_NH: Tensor, inverse_TK: Tensor) -> Tensor:
@@ -63,6 +67,14 @@ def combine(y_NH: Tensor, inverse_TK: Tensor) -> Tensor:
         return triton_kernels.combine(y_NH, inverse_TK)
     total: Tensor = y_NH[inverse_TK].sum(1, dtype=kernels.wide(y_NH.dtype))
     return total.to(y_NH.dtype)
+
+
+def described(device: torch.device, dtype: torch.dtype, a: Experts, hidden_size: int) -> str:
+    """Say what computes the frozen matrices with their adapters."""
+    if all(fused_gemm.computes(device, dtype, *sizes) for sizes in ((hidden_size, 2 * a.ffn_size), (a.ffn_size, hidden_size))):
+        return fused_gemm.QUACK
+    is_grouped = device.type == "cuda" and dtype is torch.bfloat16 and _has_kernel()
+    return "torch grouped_mm" if is_grouped else "torch, one expert after the other"
 
 
 # Perf: 30B-A3B's first step at 13.1k tokens/s; with one expert after the other 614 (H200, docs/results/h200-trainer.md).
@@ -77,11 +89,15 @@ def by_expert(x_NI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     return y_NO
 
 
-def add_by_expert(y_NO: Tensor, narrow_NR: Tensor, matrices_ERO: Tensor, path: Route) -> Tensor:
-    """Add to each row of y the row of narrow times the matrix of its expert, in place: the product has as many columns as y, and is no tensor
-    of its own where there are kernels."""
+def with_adapter(x_NI: Tensor, weight_EIO: Tensor, narrow_NR: Tensor, matrices_ERO: Tensor, path: Route) -> Tensor:
+    """[N, O]: each row times the matrix of its expert, and its narrow row times the adapter's matrix. Their sum is made in place: both products are
+    as wide as the output."""
+    if kernels.usable(x_NI) and fused_gemm.computes(x_NI.device, x_NI.dtype, *weight_EIO.shape[1:]):
+        y_NO = triton_kernels.wide_by_expert(narrow_NR, matrices_ERO, path.ends_E, path.firsts)
+        return fused_gemm.add_products(y_NO, x_NI, weight_EIO, path.bounds)
+    y_NO = by_expert(x_NI, weight_EIO, path.ends_E)
     if kernels.usable(y_NO):
-        return triton_kernels.add_by_expert(y_NO, narrow_NR, matrices_ERO, path.ends_E, path.firsts)
+        return triton_kernels.wide_by_expert(narrow_NR, matrices_ERO, path.ends_E, path.firsts, added_to=y_NO)
     return y_NO.add_(by_expert(narrow_NR, matrices_ERO, path.ends_E))
 
 
@@ -168,11 +184,11 @@ class _Experts(torch.autograd.Function):
         b2_EHR: Tensor | None,
         scale: float,
     ) -> Tensor:
-        inner_NG = by_expert(x_TH[path.source_N], gate_up_EGH.mT, path.ends_E)
-        narrow1_NR = _add_adapter(inner_NG, x_TH, a1_ERH, b1_EGR, path, scale, of_tokens=True)
+        narrow1_NR = None if a1_ERH is None else narrow_by_expert(x_TH, a1_ERH.mT, path, scale, of_tokens=True)
+        inner_NG = _linear(x_TH[path.source_N], gate_up_EGH, narrow1_NR, b1_EGR, path)
         act_NF = weighted_swiglu(inner_NG, share_N)
-        y_NH = by_expert(act_NF, down_EHF.mT, path.ends_E)
-        narrow2_NR = _add_adapter(y_NH, act_NF, a2_ERF, b2_EHR, path, scale)
+        narrow2_NR = None if a2_ERF is None else narrow_by_expert(act_NF, a2_ERF.mT, path, scale)
+        y_NH = _linear(act_NF, down_EHF, narrow2_NR, b2_EHR, path)
         ctx.path, ctx.scale = path, scale
         ctx.save_for_backward(
             x_TH, share_N, gate_up_EGH, down_EHF, a1_ERH, b1_EGR, a2_ERF, b2_EHR, inner_NG, narrow1_NR, narrow2_NR
@@ -196,15 +212,10 @@ class _Experts(torch.autograd.Function):
         return dx_TH, dshare_N, None, None, None, da1_ERH, db1_EGR, da2_ERF, db2_EHR, None
 
 
-def _add_adapter(
-    y_NO: Tensor, x: Tensor, a_ERI: Tensor | None, b_EOR: Tensor | None, path: Route, scale: float, *, of_tokens: bool = False
-) -> Tensor | None:
-    """Add B of scale * A x to the layer's output, in place. Returns scale * A x. x: [N, I], or of_tokens: [T, I]."""
-    if a_ERI is None or b_EOR is None:
-        return None
-    narrow_NR = narrow_by_expert(x, a_ERI.mT, path, scale, of_tokens=of_tokens)
-    add_by_expert(y_NO, narrow_NR, b_EOR.mT, path)
-    return narrow_NR
+def _linear(x_NI: Tensor, weight_EOI: Tensor, narrow_NR: Tensor | None, b_EOR: Tensor | None, path: Route) -> Tensor:
+    if narrow_NR is None or b_EOR is None:
+        return by_expert(x_NI, weight_EOI.mT, path.ends_E)
+    return with_adapter(x_NI, weight_EOI.mT, narrow_NR, b_EOR.mT, path)
 
 
 def _to_narrow(
@@ -217,10 +228,9 @@ def _to_narrow(
 
 
 def _to_input(dy_NO: Tensor, dnarrow_NR: Tensor | None, weight_EOI: Tensor, a_ERI: Tensor | None, path: Route) -> Tensor:
-    dx_NI = by_expert(dy_NO, weight_EOI, path.ends_E)
     if dnarrow_NR is None or a_ERI is None:
-        return dx_NI
-    return add_by_expert(dx_NI, dnarrow_NR, a_ERI, path)
+        return by_expert(dy_NO, weight_EOI, path.ends_E)
+    return with_adapter(dy_NO, weight_EOI, dnarrow_NR, a_ERI, path)
 
 
 def weighted_swiglu(inner_NG: Tensor, share_N: Tensor) -> Tensor:

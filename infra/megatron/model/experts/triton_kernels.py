@@ -1,7 +1,8 @@
 """Triton kernels for the experts of a mixture on a GPU; see infra.megatron.model.kernels.
 
 Rows are sorted by expert, as grouped_gemm.py has them. The products with an adapter's narrow matrices are passes over memory: each kernel reads the
-wide rows once, and tokens in place of sorted copies of them where it can.
+wide rows once, and tokens in place of sorted copies of them where it can. IN_FLOAT32: Triton's interpreter takes the bits of bfloat16 for integers in
+a product (3.6.0).
 """
 
 import torch
@@ -57,7 +58,7 @@ if HAS_TRITON:
         tl.store(y + token * width + column, total, mask=inside)
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-    def _add_by_expert(  # type: ignore[no-untyped-def]
+    def _wide_by_expert(  # type: ignore[no-untyped-def]
         y,
         narrow,
         matrices,
@@ -69,6 +70,7 @@ if HAS_TRITON:
         column_stride: tl.constexpr,
         rank: tl.constexpr,
         width: tl.constexpr,
+        ADDS: tl.constexpr,
         ROWS: tl.constexpr,
         RANK: tl.constexpr,
         COLUMNS: tl.constexpr,
@@ -93,7 +95,9 @@ if HAS_TRITON:
             expert += 1
         target = y + rows[:, None] * width + columns
         inside = (rows < num_rows)[:, None] & (columns < width)
-        tl.store(target, tl.load(target, mask=inside, other=0.0).to(tl.float32) + total, mask=inside)
+        if ADDS:
+            total += tl.load(target, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target, total, mask=inside)
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _narrow_by_expert(  # type: ignore[no-untyped-def]
@@ -198,14 +202,16 @@ def combine(rows: Tensor, inverse_TK: Tensor) -> Tensor:
     return y
 
 
-def add_by_expert(y_NO: Tensor, narrow_NR: Tensor, matrices_ERO: Tensor, ends_E: Tensor, firsts: Tensor) -> Tensor:
-    """y, to each row of which the row of narrow times its expert's matrix was added: in place, and rounded once."""
+def wide_by_expert(
+    narrow_NR: Tensor, matrices_ERO: Tensor, ends_E: Tensor, firsts: Tensor, added_to: Tensor | None = None
+) -> Tensor:
+    """[N, O]: each narrow row times its expert's matrix. added_to: To whose rows they are added in place, rounded once."""
+    (num_rows, rank), width = narrow_NR.shape, matrices_ERO.shape[2]
+    y_NO = narrow_NR.new_empty(num_rows, width) if added_to is None else added_to
     assert y_NO.is_contiguous()
-    narrow_NR, (num_rows, width), rank = narrow_NR.contiguous(), y_NO.shape, narrow_NR.shape[1]
-    sizes = {"rank": rank, "width": width, "ROWS": TILE, "RANK": _lanes(rank), "COLUMNS": 128}
-    sizes["IN_FLOAT32"] = ON_CPU  # Triton's interpreter takes the bits of bfloat16 for integers in a product (3.6.0)
-    _add_by_expert[len(firsts), -(-width // 128)](
-        y_NO, narrow_NR, matrices_ERO, ends_E, firsts, num_rows, *matrices_ERO.stride(), **sizes
+    _wide_by_expert[len(firsts), -(-width // 128)](
+        *(y_NO, narrow_NR.contiguous(), matrices_ERO, ends_E, firsts, num_rows, *matrices_ERO.stride(), rank, width),
+        *(added_to is not None, TILE, _lanes(rank), 128, ON_CPU),
     )
     return y_NO
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from infra.megatron.model import attention
-from infra.megatron.model.attention import FLASH_4, ONE_BY_ONE, VARLEN, UnusableAttention
+from infra.megatron.model import attention, kernel_packages
+from infra.megatron.model.attention import FLASH_4, ONE_BY_ONE, VARLEN
+from infra.megatron.model.kernel_packages import UnusableKernel
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -35,7 +36,7 @@ def install(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any] | None
     if function:
         cute.flash_attn_varlen_func = function  # type: ignore[attr-defined]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
-    monkeypatch.setattr(attention, "version", lambda package: "4.0.0")
+    monkeypatch.setattr(kernel_packages, "version", lambda package: "4.0.0")
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, *, softmax_scale: float, causal: bool, **where: Any) -> tuple[Tensor, None]:
@@ -87,7 +88,7 @@ def test_the_rows_of_a_micro_batch_decide(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_without_the_package_torchs_own_kernel_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, exact)  # its module is there: that of flash-attn, which has the same name
-    monkeypatch.setattr(attention, "version", version)
+    monkeypatch.setattr(kernel_packages, "version", version)
     assert attention.backend(GPU, torch.bfloat16, 64) == VARLEN
 
 
@@ -99,7 +100,7 @@ def test_a_package_that_does_not_load_leaves_torchs_kernel_with_one_warning(
     assert not caplog.messages
     assert {attention.backend(GPU, torch.bfloat16, 64) for _ in range(2)} == {VARLEN}
     (said,) = caplog.messages
-    assert said.startswith("flash-attn-4 is installed and does not load (ImportError(")
+    assert said.startswith("flash-attn-4 is installed and does not load (AttributeError(")
 
 
 def test_it_is_loaded_ahead_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +109,7 @@ def test_it_is_loaded_ahead_without_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "flash_attn/cute/__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_capability", None)
-    monkeypatch.setattr(attention, "version", lambda package: "4.0.0")
+    monkeypatch.setattr(kernel_packages, "version", lambda package: "4.0.0")
     assert "flash_attn.cute" not in sys.modules
     try:
         attention.load_ahead()
@@ -131,7 +132,7 @@ def test_a_causal_mask_at_the_other_end_is_found(monkeypatch: pytest.MonkeyPatch
         )
         return exact(query, key[kept], value[kept], **options | {"cu_seqlens_k": own})
 
-    with pytest.raises(UnusableAttention, match=r"^flash-attn-4 4\.0\.0 computes attention wrong on this GPU: output is "):
+    with pytest.raises(UnusableKernel, match=r"^flash-attn-4 4\.0\.0 computes attention wrong on this GPU: output is "):
         check(monkeypatch, first_keys)
 
 
@@ -144,7 +145,7 @@ def test_a_wrong_gradient_is_found_though_the_output_is_right(place: int, named:
         changed[place] = 1.1 * inputs[place] - 0.1 * inputs[place].detach()
         return exact(*changed, **options)
 
-    with pytest.raises(UnusableAttention, match=named):
+    with pytest.raises(UnusableKernel, match=named):
         check(monkeypatch, wrong)
 
 
@@ -154,5 +155,5 @@ def test_a_gradient_that_is_not_finite_is_found(monkeypatch: pytest.MonkeyPatch)
         query.register_hook(lambda gradient: gradient.fill_(torch.nan))
         return exact(query, *inputs, **options)
 
-    with pytest.raises(UnusableAttention, match="the queries' gradient is nan"):
+    with pytest.raises(UnusableKernel, match="the queries' gradient is nan"):
         check(monkeypatch, broken)

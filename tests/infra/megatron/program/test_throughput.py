@@ -34,11 +34,16 @@ from types import SimpleNamespace
 from infra.megatron.model import kernels
 from infra.megatron.model.norms_and_activation import HeadNorm, SwiGLU
 from infra.megatron.loss.logprobs import token_logprobs
-from infra.megatron.model.experts import grouped_gemm
+from infra.megatron.model.experts import fused_gemm, grouped_gemm
 from infra.megatron.model.experts.grouped_gemm import Adapters, experts_output, route
 from infra.megatron.model.copies import copies_of, gather
 from infra.megatron.model.rotary import Packed, Rotary, rotate
 
+def add_products(y, x, weight, bounds):
+    parts = zip(x.float().split(bounds.diff().tolist()), weight.float(), strict=True)
+    return y.copy_(y + torch.cat([rows @ matrix for rows, matrix in parts]))
+
+fused_gemm.add_products = add_products
 torch.manual_seed(0)
 for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
     x, up = torch.randn(5, 1, 2 * 1500, dtype=dtype), torch.randn(5, 1, 1500, dtype=dtype)
@@ -52,6 +57,7 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
     hidden, shares = torch.randn(3, 48).to(dtype), torch.rand(6)
     # Of several tiles, one of which has rows of four experts; one expert has none.
     many, narrow, matrices, tokens = (torch.randn(*size).to(dtype) for size in ((142, 130), (142, 8), (5, 130, 8), (71, 130)))
+    frozen = torch.randn(5, 8, 130).mul(0.1).to(dtype)
     tiles = route(torch.tensor([0] * 5 + [2] * 70 + [3] * 3 + [4] * 64).view(71, 2), 5)
     found = []
     for kernels._found in (True, False):
@@ -74,7 +80,8 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
         gather(rows, copies_of(torch.tensor([2, 0, 2, 4, 0, 2]), 5)).backward(x[[0, 1, 2, 3, 4, 0], 0])
         of_experts.append(rows.grad)
         for each in (matrices, matrices.mT.contiguous().mT):
-            of_experts.append(grouped_gemm.add_by_expert(many.clone(), narrow, each.mT, tiles))
+            for fused_gemm.computes in (lambda *_: False, lambda *_: True):
+                of_experts.append(grouped_gemm.with_adapter(narrow, frozen, narrow, each.mT, tiles))
             of_experts.append(grouped_gemm.narrow_by_expert(many, each, tiles, 0.5))
             of_experts.append(grouped_gemm.narrow_by_expert(tokens, each, tiles, 0.5, of_tokens=True))
         for is_of_tokens, wide in ((False, many), (True, tokens)):
