@@ -21,6 +21,7 @@ from infra.megatron.checkpoint import adapter_state
 from infra.megatron.checkpoint import save as checkpoint
 from infra.megatron.checkpoint.adapter_state import Kept
 from infra.megatron.model import attention, base_weights, parallel
+from infra.megatron.model.experts import fused_gemm
 from infra.megatron.model.kernel_packages import UnusableKernel
 from infra.megatron.program import check_job
 from infra.megatron.program.session import TrainerSession
@@ -333,6 +334,25 @@ def test_attention_that_computes_wrong_is_refused_before_the_step(
     monkeypatch.setattr(attention, "check", wrong)
     assert refused(new_job()) == "error: flash-attn-4 computes attention wrong on this GPU\n"
     assert asked == [(torch.device("cpu"), torch.float32, 4, 2, 32)]
+    parallel.stop()
+
+
+def test_products_of_experts_that_are_wrong_are_refused_before_the_step(
+    new_job: Job, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def wrong(*shape: object) -> None:
+        asked.append(shape)
+        if len(asked) == 2:
+            raise UnusableKernel("quack-kernels computes the experts' products wrong on this GPU")
+
+    monkeypatch.setattr(fused_gemm, "check", wrong)
+    made = new_job("qwen3-moe")
+    assert refused(made) == "error: quack-kernels computes the experts' products wrong on this GPU\n"
+    config = json.loads((made.job.model_path / "config.json").read_text())
+    hidden, ffn = config["hidden_size"], config["moe_intermediate_size"]
+    assert [shape[2:] for shape in asked] == [(hidden, 2 * ffn), (ffn, hidden)]
     parallel.stop()
 
 

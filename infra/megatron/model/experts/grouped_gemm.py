@@ -70,11 +70,12 @@ def combine(y_NH: Tensor, inverse_TK: Tensor) -> Tensor:
 
 
 def described(device: torch.device, dtype: torch.dtype, a: Experts, hidden_size: int) -> str:
-    """Say what computes the frozen matrices with their adapters."""
-    if all(fused_gemm.computes(device, dtype, *sizes) for sizes in ((hidden_size, 2 * a.ffn_size), (a.ffn_size, hidden_size))):
-        return fused_gemm.QUACK
+    """Say what computes the frozen matrices of a layer with adapters."""
     is_grouped = device.type == "cuda" and dtype is torch.bfloat16 and _has_kernel()
-    return "torch grouped_mm" if is_grouped else "torch, one expert after the other"
+    of_torch = "torch grouped_mm" if is_grouped else "torch, one expert after the other"
+    if all(fused_gemm.computes(device, dtype, *sizes) for sizes in ((hidden_size, 2 * a.ffn_size), (a.ffn_size, hidden_size))):
+        return f"{fused_gemm.QUACK} forward, {of_torch} backward"
+    return of_torch
 
 
 # Perf: 30B-A3B's first step at 13.1k tokens/s; with one expert after the other 614 (H200, docs/results/h200-trainer.md).
@@ -90,18 +91,22 @@ def by_expert(x_NI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def with_adapter(x_NI: Tensor, weight_EIO: Tensor, narrow_NR: Tensor, matrices_ERO: Tensor, path: Route) -> Tensor:
-    """[N, O]: each row times the matrix of its expert, and its narrow row times the adapter's matrix. Their sum is made in place: both products are
-    as wide as the output."""
+    """[N, O]: each row times the matrix of its expert, and its narrow row times the adapter's matrix."""
     if kernels.usable(x_NI) and fused_gemm.computes(x_NI.device, x_NI.dtype, *weight_EIO.shape[1:]):
         y_NO = triton_kernels.wide_by_expert(narrow_NR, matrices_ERO, path.ends_E, path.firsts)
         return fused_gemm.add_products(y_NO, x_NI, weight_EIO, path.bounds)
-    y_NO = by_expert(x_NI, weight_EIO, path.ends_E)
+    return add_by_expert(by_expert(x_NI, weight_EIO, path.ends_E), narrow_NR, matrices_ERO, path)
+
+
+def add_by_expert(y_NO: Tensor, narrow_NR: Tensor, matrices_ERO: Tensor, path: Route) -> Tensor:
+    """Add to each row of y the row of narrow times the matrix of its expert, in place: the product has as many columns as y, and is no tensor
+    of its own where there are kernels."""
     if kernels.usable(y_NO):
         return triton_kernels.wide_by_expert(narrow_NR, matrices_ERO, path.ends_E, path.firsts, added_to=y_NO)
     return y_NO.add_(by_expert(narrow_NR, matrices_ERO, path.ends_E))
 
 
-# Perf: LAYER
+# Perf: a layer with adapters of rank 8 12.1 -> 11.1 ms, with quack's sums (30B-A3B, H200, docs/results/speed.md).
 def narrow_by_expert(x: Tensor, matrices_EIR: Tensor, path: Route, scale: float, *, of_tokens: bool = False) -> Tensor:
     """[N, R]: scale * each row times the matrix of its expert. x: [N, I], or of_tokens: [T, I]."""
     if _is_narrow(x, matrices_EIR.shape[2]):
@@ -228,9 +233,9 @@ def _to_narrow(
 
 
 def _to_input(dy_NO: Tensor, dnarrow_NR: Tensor | None, weight_EOI: Tensor, a_ERI: Tensor | None, path: Route) -> Tensor:
-    if dnarrow_NR is None or a_ERI is None:
-        return by_expert(dy_NO, weight_EOI, path.ends_E)
-    return with_adapter(dy_NO, weight_EOI, dnarrow_NR, a_ERI, path)
+    # Not by quack: with the matrices of a backward pass its kernel with a sum is slower (docs/results/speed.md).
+    dx_NI = by_expert(dy_NO, weight_EOI, path.ends_E)
+    return dx_NI if dnarrow_NR is None or a_ERI is None else add_by_expert(dx_NI, dnarrow_NR, a_ERI, path)
 
 
 def weighted_swiglu(inner_NG: Tensor, share_N: Tensor) -> Tensor:

@@ -53,27 +53,14 @@ def takes_the_next_expert(x: Tensor, weight: Tensor, added: Tensor, **options: A
     return exact(x, weight.roll(1, 0), added, **options)
 
 
-def leaves_out_a_row(x: Tensor, weight: Tensor, added: Tensor, **options: Any) -> Tensor:
+def has_a_row_without_numbers(x: Tensor, weight: Tensor, added: Tensor, **options: Any) -> Tensor:
     x = x.clone()
     x[4] = torch.nan
     return exact(x, weight, added, **options)
 
 
-def is_right_in_the_forward_pass_alone(x: Tensor, weight: Tensor, added: Tensor, **options: Any) -> Tensor:
-    return exact(x, weight if weight.stride(1) == 1 else weight.flip(0), added, **options)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        (forgets_the_sum, "the product is "),
-        (takes_the_next_expert, "the product is "),
-        (leaves_out_a_row, "the product is nan"),
-        (is_right_in_the_forward_pass_alone, "the product of the backward pass is "),
-    ],
-)
-def test_a_wrong_function_is_found(wrong: Callable[..., Any], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        UnusableKernel, match=rf"^quack-kernels 0\.6\.5 computes the experts' products wrong on this GPU: {named}"
-    ):
+@pytest.mark.parametrize("wrong", [forgets_the_sum, takes_the_next_expert, has_a_row_without_numbers])
+def test_a_wrong_function_is_found(wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    said = r"^quack-kernels 0\.6\.5 computes the experts' products wrong on this GPU: the sum is "
+    with pytest.raises(UnusableKernel, match=said):
         check(monkeypatch, wrong)
