@@ -110,9 +110,21 @@ def test_prompts_computed_once_are_compared_with_prompts_of_each_sample(tmp_path
 
 def test_grouped_experts_are_compared_with_plain_ones(tmp_path: Path) -> None:
     assert run("experts.py", str(tmp_path / "experts.json")).endswith("6 passed, 0 failed\n")
-    speed = read_json(tmp_path / "experts.json")["speed"]
-    assert {"128 tokens, rank 8, in place", "128 tokens, rank 8, product, then sum"} <= speed.keys()
-    assert all(row["forward_ms"] > 0 for row in speed.values())
+    found = read_json(tmp_path / "experts.json")
+    assert {"128 tokens, rank 8, products by torch, sums by Triton", "128 tokens, rank 8, sums by quack"} <= found["speed"].keys()
+    assert all(row["forward_ms"] > 0 for row in found["speed"].values())
+    assert len(found["narrow"]) == 8 and all(row["ours_ms"] > 0 for row in found["narrow"].values())
+
+
+def test_ways_of_an_adapters_copy_for_the_engine_take_turns(tmp_path: Path) -> None:
+    said = run("export_speed.py", str(tmp_path / "export.json"), str(tmp_path / "files"), "--layers", "1", "--repeat", "2")
+    found = read_json(tmp_path / "export.json")
+    assert {name: len(turns) for name, turns in found["seconds"].items()} == {
+        "rounded by the host": 2,
+        "rounded by the device": 2,
+    }
+    assert found["digests_are_equal"] and not any((tmp_path / "files").iterdir())
+    assert said.splitlines()[-1].startswith("rounded by the device: ")
 
 
 def test_what_works_of_shared_experts_is_found_out(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@
 
 Right: output and gradients of the grouped bfloat16 products, and of the kernels of Triton and quack, against one float32 product for each
 expert; with all experts in use, and with most of them idle. Exit code 1 if one is further away than it should be. Fast: milliseconds of the GPU
-and of the host, both ways of the products with adapters in turns. Without a GPU: a small shape.
+and of the host, both ways of the sums with adapters in turns, and of
+the products with narrow matrices. Without a GPU: a small shape.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from infra.megatron.model import kernels
-from infra.megatron.model.experts import fused_gemm, grouped_gemm
+from infra.megatron.model.experts import fused_gemm, grouped_gemm, triton_kernels
 from infra.megatron.model.experts.grouped_gemm import Adapters
 from infra.store.files import write_json
 
@@ -60,6 +61,10 @@ def main() -> int:
                 found["speed"][name]["all_ms"] = [each["forward_and_backward_ms"] for each in measured]
                 print(f"{name}: {found['speed'][name]}", flush=True)
             write_json(out, found)
+    found["narrow"] = narrow_products(shape, sizes[-1], 8, device)
+    for name, figures in found["narrow"].items():
+        print(f"{sizes[-1]} tokens, rank 8, {name}: {figures}", flush=True)
+    write_json(out, found)
     num_bad = sum(not case["ok"] for case in found["right"].values())
     print(f"{len(found['right']) - num_bad} passed, {num_bad} failed")
     return 1 if num_bad else 0
@@ -166,6 +171,36 @@ def speed(shape: dict[str, int], num_tokens: int, rank: int, device: str) -> dic
         "forward_and_backward_tflops": round((2 * flops + adapters) / both_s / 1e12, 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device == "cuda" else 0.0,
     }
+
+
+def narrow_products(shape: dict[str, int], num_tokens: int, rank: int, device: str) -> dict[str, dict[str, float]]:
+    """Milliseconds of one layer's products with narrow matrices, by torch and by our kernels. torch needs tokens sorted by expert."""
+    case = Case(shape, num_tokens, rank, torch.bfloat16, device, 0)
+    a1, b1, a2, b2 = case.matrices
+    path, num_rows = case.path, len(case.path.source_N)
+
+    def rows(width: int) -> Tensor:
+        return torch.randn(num_rows, width, device=device, dtype=torch.bfloat16)
+
+    act, dinner, narrow1, narrow2 = (rows(width) for width in (shape["ffn"], 2 * shape["ffn"], 2 * rank, rank))
+    x, dy = case.x, case.gradient
+    products: dict[str, Callable[[], Tensor]] = {
+        "A x, first layer": lambda: grouped_gemm.narrow_by_expert(x, a1.mT, path, 2.0, of_tokens=True),
+        "A x, second layer": lambda: grouped_gemm.narrow_by_expert(act, a2.mT, path, 2.0),
+        "gradient of A x, second layer": lambda: grouped_gemm.narrow_by_expert(dy, b2, path, 2.0, of_tokens=True),
+        "gradient of A x, first layer": lambda: grouped_gemm.narrow_by_expert(dinner, b1, path, 2.0),
+        "gradient of B, second layer": lambda: grouped_gemm.to_second(dy, narrow2, path, of_tokens=True),
+        "gradient of A, second layer": lambda: grouped_gemm.to_first(narrow2, act, path),
+        "gradient of B, first layer": lambda: grouped_gemm.to_second(dinner, narrow1, path),
+        "gradient of A, first layer": lambda: grouped_gemm.to_first(narrow1, x, path, of_tokens=True),
+    }
+    found = {}
+    for name, product in products.items():
+        ours_s = seconds(product, device)
+        with mock.patch.object(triton_kernels, "WIDEST", 0):
+            torch_s = seconds(product, device)
+        found[name] = {"torch_ms": round(torch_s * 1e3, 3), "ours_ms": round(ours_s * 1e3, 3)}
+    return found
 
 
 def seconds(work: Callable[[], Any], device: str, repeat: int = 10, *, waits: bool = True) -> float:

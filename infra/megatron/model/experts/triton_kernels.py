@@ -12,8 +12,8 @@ from infra.megatron.model.kernels import HAS_TRITON, ON_CPU, grid, power_of_2
 
 TILE = 64
 """Rows of a tile whose first row's expert is given (`firsts`)."""
-WIDEST = 64
-"""Columns of the narrow rows, at most: a tile of a whole row must fit into a multiprocessor."""
+WIDEST = 32
+"""Columns of narrow rows with which these kernels were measured. With more a grouped product is the better one."""
 
 if HAS_TRITON:
     import triton
