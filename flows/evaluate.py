@@ -28,7 +28,7 @@ from infra.runs.lineage import next_step
 from infra.runs.opening import training_data
 from tasks.evaluations.compare_adapters import compare_adapters
 from tasks.evaluations.evaluate_adapter import evaluate_adapter
-from tasks.evaluations.find_adapter import check_adapter, find_adapter
+from tasks.evaluations.find_adapter import check_adapter, find_adapter, is_folder
 from tasks.evaluations.record_evaluation import record_evaluation
 from tasks.support.flow_runs import note_flow_run
 from tasks.support.preflight import check_with_evaluation
@@ -100,6 +100,9 @@ def evaluate(
 
 def check(config: RunConfig, adapter: int | str | None, against: int | str | None) -> None:
     """Raises ValueError for what cannot be evaluated, before an engine is started."""
+    for chosen in (adapter, against):  # a version that is not there need not wait for a model that is being made
+        if not is_folder(chosen):
+            check_adapter(config, chosen)
     check_with_evaluation(config)
     for chosen in (adapter, against):
         check_adapter(config, chosen)

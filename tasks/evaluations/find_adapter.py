@@ -59,6 +59,13 @@ def check_adapter(config: RunConfig, adapter: int | str | None) -> None:
         raise ValueError(f"run {config.name!r} has the adapter versions 0 (the base model) to {latest}, not {int(adapter)}")
 
 
+def is_folder(adapter: int | str | None) -> bool:
+    """Whether an adapter is given as a folder, whose check needs the base model."""
+    return (
+        isinstance(adapter, str) and adapter not in ("", *OF_THE_RUN) and not adapter.isdecimal() and _folder_of(adapter).is_dir()
+    )
+
+
 def _folder_of(adapter: str) -> Path:
     return Path(os.path.expanduser(adapter)).absolute()
 

@@ -176,10 +176,10 @@ def test_a_server_of_tools_that_cannot_be_used_is_named_before_a_run_is_begun(
         ),
     ],
 )
-def test_an_adapter_that_is_not_there_is_named_before_anything_is_evaluated(
-    workspace: Path, model_folder: Path, words: list[str], message: str
+def test_an_adapter_that_is_not_there_is_named_before_its_model_is_looked_for(
+    workspace: Path, words: list[str], message: str
 ) -> None:
-    fields = ["--preset", "smoke", "--engine.kind", "scripted", "--model", str(model_folder)]
+    fields = ["--preset", "smoke", "--engine.kind", "scripted", "--model", str(workspace / "no-model")]
     done = command(workspace, "evaluate", *fields, *words)
     refused(done, message)
     assert done.stdout == "" and not (workspace / "runs").exists()
