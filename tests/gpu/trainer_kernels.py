@@ -43,6 +43,7 @@ from kernel_times import busy_us
 
 KINDS = {
     "attention": r"flash|fmha|attn",
+    "adapters of experts": r"by_expert|over_rows",
     "products of matrices": r"gemm|nvjet|cutlass|cublas|splitk|gemv|xmma",
     "SwiGLU": r"swiglu",
     "rotary positions": r"rotate",
