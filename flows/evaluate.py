@@ -105,7 +105,8 @@ def check(config: RunConfig, adapter: int | str | None, against: int | str | Non
             check_adapter(config, chosen)
     check_with_evaluation(config)
     for chosen in (adapter, against):
-        check_adapter(config, chosen)
+        if is_folder(chosen):
+            check_adapter(config, chosen)
 
 
 def _evaluated(config: RunConfig, adapter: AdapterVersion, sets: Sequence[str]) -> list[Evaluation]:

@@ -48,9 +48,9 @@ def check_adapter(config: RunConfig, adapter: int | str | None) -> None:
     if adapter in OF_THE_RUN:
         return
     if isinstance(adapter, str) and not adapter.isdecimal():
-        folder, (run, _, version) = _folder_of(adapter), adapter.rpartition(":")
-        if adapter and folder.is_dir():
-            external_adapter.check(config, folder)
+        run, _, version = adapter.rpartition(":")
+        if is_folder(adapter):
+            external_adapter.check(config, _folder_of(adapter))
         elif run in known_runs():
             named_version(config_of(run), version)
         else:

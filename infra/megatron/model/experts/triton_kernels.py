@@ -81,7 +81,7 @@ if HAS_TRITON:
         x = tl.load(narrow + rows[:, None] * rank + lanes, mask=(rows < num_rows)[:, None] & (lanes < rank), other=0.0)
         within = (lanes < rank)[:, None] & (columns < width)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        # As in _narrow_by_expert.
+        # Rows of several experts may lie in one tile. Each matrix is multiplied with its own rows, and with zeros in place of the others.
         expert, begin, stop = tl.load(firsts + tl.program_id(0)).to(tl.int64), start, tl.minimum(start + ROWS, num_rows)
         while begin < stop:
             end = tl.load(ends + expert)
@@ -125,7 +125,7 @@ if HAS_TRITON:
         rows, lanes = start + tl.arange(0, ROWS), tl.arange(0, RANK)
         places = tl.load(source + rows, mask=rows < num_rows, other=0) if OF_TOKENS else rows
         total = tl.zeros((ROWS, RANK), tl.float32)
-        # Rows of several experts may lie in one tile. Each matrix is multiplied with its own rows, and with zeros in place of the others.
+        # As in _wide_by_expert.
         expert, begin, stop = tl.load(firsts + tl.program_id(0)).to(tl.int64), start, tl.minimum(start + ROWS, num_rows)
         while begin < stop:
             end = tl.load(ends + expert)

@@ -1,6 +1,7 @@
 """quack's kernel for experts: where it computes, and what its check finds."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from infra.megatron.model import kernel_packages
-from infra.megatron.model.experts import fused_gemm
+from infra.megatron.model.experts import fused_gemm, grouped_gemm
 from infra.megatron.model.kernel_packages import UnusableKernel
 
 CPU = torch.device("cpu")
@@ -35,6 +36,17 @@ def test_it_computes_in_bfloat16_on_a_gpu_where_it_is_installed(monkeypatch: pyt
         assert fused_gemm.computes(gpu, half, 16, 24) is (function is exact)
         others = [(CPU, half, 16, 24), (gpu, torch.float32, 16, 24), (gpu, half, 12, 24), (gpu, half, 16, 20)]
         assert not any(fused_gemm.computes(*other) for other in others)
+
+
+def test_the_record_says_what_computed_the_experts(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert train("qwen3-moe").result.backends["experts_backend"] == "torch, one expert after the other"
+    assert "experts_backend" not in train("qwen3").result.backends
+    monkeypatch.setattr(fused_gemm, "_gemm_add", lambda: exact)
+    monkeypatch.setattr(grouped_gemm, "_has_kernel", lambda: True)
+    gpu, half = torch.device("cuda"), torch.bfloat16
+    experts = SimpleNamespace(ffn_size=24)
+    assert grouped_gemm.described(gpu, half, experts, 64) == "quack-kernels forward, torch grouped_mm backward"  # type: ignore[arg-type]
+    assert grouped_gemm.described(gpu, half, experts, 60) == "torch grouped_mm"  # type: ignore[arg-type]
 
 
 def test_the_right_function_passes_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
