@@ -10,6 +10,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,9 @@ def ended_with_its_ranks(launch: Callable[..., Any], end: Callable[[int], object
     return launched
 
 
-def load(name: str) -> Any:
+def load(name: str, folder: Path = HERE) -> Any:
     """Load a file of this folder by path, because the folder must not be on the import path."""
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None and spec.loader is not None
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -84,6 +85,12 @@ elif __name__ == "__main__":
 if __name__ in ("__main__", "__mp_main__"):
     patch_after_import = load("after_import").patch_after_import
     patch_after_import("sglang.srt.lora.mem_pool", lambda module: load("sglang_lora_patch").mend(module))
+    decoding = partial(load, folder=HERE / "decoding")
+    has_own_kernels = not is_for_cpu(sys.argv) and "--enable-deterministic-inference" not in sys.argv
+    kernels = partial(decoding, "sglang_lora_kernels") if has_own_kernels else None
+    triton_backend = "sglang.srt.lora.backend.triton_backend"
+    patch_after_import(triton_backend, lambda module: decoding("sglang_lora_decoding").mend(module, kernels))
+    patch_after_import("sglang.srt.layers.sampler", lambda module: decoding("sglang_sampler_patch").mend(module))
     if folder := os.environ.get("RATCHET_SHARED_EXPERTS"):
         load("sglang_shared_experts").share(Path(folder), patch_after_import)
 

@@ -1,0 +1,1 @@
+"""Patches of SGLang that make its decoding steps shorter, loaded by `sglang_server.py`."""
