@@ -206,6 +206,22 @@ BREAKAGES = (
     ),
     Breakage(
         "6 classes of failure",
+        "a decoding step's graphs read what was prepared for adapters that the batch has no more",
+        "infra/engines/launchers/decoding/sglang_lora_decoding.py",
+        "tuple(scalings))",
+        "())",
+        "tests/infra/engines/launchers/test_sglang_lora_decoding.py::test_what_graphs_read_is_prepared_where_the_adapters_changed",
+    ),
+    Breakage(
+        "6 classes of failure",
+        "a logit that is no number gives a token with a log-probability that looks right",
+        "infra/engines/launchers/decoding/sglang_sampler_patch.py",
+        "found.clamp_(min=torch.finfo(found.dtype).min)",
+        "found.nan_to_num_(nan=-1.0)",
+        "tests/infra/engines/launchers/test_sglang_sampler_patch.py::test_plain_sampling_gives_the_same_bits_in_fewer_passes",
+    ),
+    Breakage(
+        "6 classes of failure",
         "an engine on a GPU whose memory no other program can map reads its weights first, and its trainer fails after the rollout",
         "infra/engines/launchers/sglang_shared_experts.py",
         '            if torch.device(rest["device"]).type == "cuda":\n                check_mapping(int(rest["gpu_id"]))\n',

@@ -27,9 +27,7 @@ MEASURING = (
     "tasks.comparisons.start_engine",
     "tasks.comparisons.measure_step",
     "infra.megatron",
-    "infra.engines.launchers.vllm_server",
-    "infra.engines.launchers.sglang_server",
-    "infra.engines.launchers.sglang_abort_patch",
+    "infra.engines.launchers",
 )
 """The code that measures a block: tasks, and programs that they start."""
 
