@@ -18,6 +18,7 @@ SMALL: dict[str, tuple[list[str], str]] = {
     "gateway.py": (["--sessions", "4", "--turns", "2", "--delay", "0.1", "--repeats", "1"], "s of CPU per 1,000 turns"),
     "house.py": ([], "| files over 350 lines |"),
     "long_tail.py": (["--steps", "3", "--train_s", "0", "--rollout_s", "0.2"], "4 ahead:"),
+    "notes.py": (["FOLDER", "--megabytes", "4", "--repeat", "1"], "by an exchange:"),
     "orchestration.py": (["--samples", "16", "--steps", "1"], "| samples a step | 16 |"),
     "partial_rollouts.py": (["--steps", "1"], '"way": "partial rollouts"'),
     "resident_step.py": (["FOLDER", "--megabytes", "4", "--steps", "3"], "medians {"),

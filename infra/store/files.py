@@ -17,6 +17,7 @@ from pydantic import SecretStr, TypeAdapter, ValidationError
 
 from infra.records import AdapterVersion, File
 from infra.settings import settings
+from infra.store import exchange
 from infra.store.digests import sha256_of, stamp_of
 from infra.store.layout import ID, REMOVED, Workspace, run_folder
 
@@ -148,7 +149,9 @@ def write_by(fill: Callable[[Path], object], path: Path, *, what: str, syncs: bo
         fill(partial)
         if syncs:
             sync(partial)
-        partial.replace(path)
+            partial.replace(path)
+        else:
+            exchange.replace(partial, path)
     except OSError as error:
         raise OSError(error.errno, f"{error.strerror}: {what} for {path}") from error
     finally:

@@ -198,17 +198,17 @@ class ServerEngine(ABC):
 
     def load_adapter(self, adapter: AdapterVersion) -> None:
         state, name = self._state, adapter.served_name
-        if name is not None and name not in state.adapters:
-            folder = self.folder_of(adapter) if adapter.weights else None
-            body: dict[str, object] = {"lora_name": name, "lora_path": str(folder)}
-            state = server_process.begin_change(state)
-            server_process.post(state.url, self.load_path, body, CONTROL_TIMEOUT_S)
-            state = server_process.remember(state.but(adapters=(*state.adapters, name)))
+        if state.adapters == (adapters := (name,) if name else ()):
+            return
+        folder = self.folder_of(adapter) if name is not None and name not in state.adapters else None
+        # One change: a process that dies between load and unload costs the next one a start of the engine; two more notes would cost each step.
+        state = server_process.begin_change(state)
+        if folder is not None:
+            server_process.post(state.url, self.load_path, {"lora_name": name, "lora_path": str(folder)}, CONTROL_TIMEOUT_S)
         for old in state.adapters:
             if old != name:
-                state = server_process.begin_change(state)
                 server_process.post(state.url, self.unload_path, {"lora_name": old}, CONTROL_TIMEOUT_S)
-        server_process.remember(state.but(adapters=(name,) if name else ()))
+        server_process.remember(state.but(adapters=adapters))
 
     def served_adapters(self) -> tuple[str, ...]:
         return self._state.adapters
