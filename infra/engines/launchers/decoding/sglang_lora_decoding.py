@@ -49,8 +49,8 @@ def once(prepare: Callable[..., None]) -> Callable[..., None]:
             self.lm_head_batch_info = self.lm_head_pass_batch_infos = None  # as for each decoding step
             return
         prepare(self, forward_batch, weight_indices, lora_ranks, scalings, use_cuda_graph, use_prefill_cuda_graph)
-        if use_cuda_graph:
-            self._prepared = (asked, self.batch_info, self.sgemm_batch_info) if is_decoding else None
+        # Not beyond the next prompts: what a wake of the engine did to the memory does not matter then.
+        self._prepared = (asked, self.batch_info, self.sgemm_batch_info) if is_decoding else None
 
     return prepared
 
