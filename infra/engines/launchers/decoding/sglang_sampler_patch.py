@@ -2,8 +2,8 @@
 
 For 512 requests of a vocabulary of 152,064 the logits are 311 MB, and SGLang's sampler goes over them 13 times: it copies the probabilities, checks
 them three times (`torch.multinomial`), and takes the logarithm of all of them for that of the sampled token. Here tokens, log-probabilities and the
-random numbers are the same, bit for bit, where neither top-k, top-p nor min-p is asked. NaN among the logits, which SGLang's check would find, shows
-as a log-probability that is no number, and that ends the step.
+random numbers are the same, bit for bit, where log-probabilities and neither top-k, top-p nor min-p are asked. NaN among the logits, which SGLang's
+check would find, shows as a log-probability that is no number, and that ends the step.
 
 Runs in SGLang's own environment and imports nothing of ours.
 """
@@ -32,17 +32,16 @@ def quick(forward: Callable[..., torch.Tensor], keeps_original: bool) -> Callabl
         token_ids_logprobs: list[list[int] | None],
         positions: torch.Tensor,
     ) -> torch.Tensor:
-        has_more = return_logprob and (keeps_original or any(top_logprobs_nums) or any(x is not None for x in token_ids_logprobs))
-        if has_more or not is_plain(self, sampling_info):
+        asks_one = return_logprob and not any(top_logprobs_nums) and all(each is None for each in token_ids_logprobs)
+        if not asks_one or keeps_original or not is_plain(self, sampling_info):
             return forward(self, logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
         probs = torch.softmax(logits.div_(sampling_info.temperatures), dim=-1)
         # torch.multinomial for one sample of each row (ATen/native/Distributions.cpp), in the memory of the logits.
         race = torch.div(probs, logits.exponential_(), out=logits)
         tokens = race.argmax(dim=-1, keepdim=True)
-        if return_logprob:
-            found = probs.gather(1, tokens).view(-1).log_()
-            logits_output.next_token_logprobs = found.clamp_(min=torch.finfo(found.dtype).min)
+        found = probs.gather(1, tokens).view(-1).log_()
+        logits_output.next_token_logprobs = found.clamp_(min=torch.finfo(found.dtype).min)
         ids = tokens.view(-1).to(torch.int32)
         self._sync_token_ids_across_tp(ids, sampling_info)
         return ids

@@ -52,7 +52,8 @@ logits[3, 5] = 300.0  # the others' probabilities are 0
 for temperature in (1.0, 0.3, 2.0):
     assert both(logits, info(40, temperature)) == (1, 0)
 assert both(torch.randn(30, 1400)[:, :700], info(30)) == (1, 0), "rows that lie apart"
-assert both(logits, info(40), return_logprob=False) == (1, 0)
+nothing = dict(return_logprob=False, top_logprobs_nums=None, token_ids_logprobs=None)
+assert both(logits, info(40), **nothing) == (1, 1), "without log-probabilities NaN would not show"
 for other in ({"need_top_k_sampling": True}, {"need_top_p_sampling": True}):
     assert both(logits, info(40, **other)) == (1, 1), other
 assert both(logits, info(40), top_logprobs_nums=[2] * 40) == (1, 1)
