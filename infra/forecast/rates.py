@@ -19,7 +19,7 @@ class Rates(NamedTuple):
 
 
 MEASURED = {
-    ("qwen2.5-7b", "H200"): Rates(18280, 82, 294912 / 16.5, "measured: docs/results/speed.md, 7B, step of 31.4 s"),
+    ("qwen2.5-7b", "H200"): Rates(20150, 82, 294912 / 15.7, "measured: docs/results/speed.md, 7B, step of 30.0 s"),
     ("qwen2.5-7b", "H100"): Rates(
         *(18280 * 3.35 / 4.8, 82, 294912 / 16.96),
         "trainer measured: docs/results/speed.md, 7B, 16.96 s; engine estimated from an H200 by memory bandwidth, not measured",

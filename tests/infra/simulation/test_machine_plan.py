@@ -43,8 +43,8 @@ def test_a_folder_is_read_as_the_shape_of_its_config(tmp_path: Path) -> None:
 
 def test_seconds_of_a_step_in_turns_are_those_of_its_parts() -> None:
     (planned,) = plan_machine("1xH200", "qwen2.5-7b", PlannedStep()).best
-    rollout_s, train_s = 64 * 8 * 512 / 18280, (64 * 512 + 64 * 8 * 512) / (294912 / 16.5)
-    assert planned.train_s == pytest.approx(train_s) == pytest.approx(16.5)
+    rollout_s, train_s = 64 * 8 * 512 / 20150, (64 * 512 + 64 * 8 * 512) / (294912 / 15.7)
+    assert planned.train_s == pytest.approx(train_s) == pytest.approx(15.7)
     assert planned.rollout_s == pytest.approx(rollout_s)
     assert planned.step_s == pytest.approx(rollout_s + 0.4 + train_s + 0.79)
 
@@ -52,7 +52,7 @@ def test_seconds_of_a_step_in_turns_are_those_of_its_parts() -> None:
 def test_seconds_with_own_gpus_are_those_of_the_longer_part() -> None:
     found = plan_machine("2xH200", "qwen2.5-7b", PlannedStep()).best
     split = next(each for each in found if each.candidate.is_split)
-    assert split.step_s == pytest.approx(16.5 + 0.4 + 0.79)
+    assert split.step_s == pytest.approx(15.7 + 0.4 + 0.79)
 
 
 def test_a_step_with_own_gpus_is_never_shorter_than_one_rollout() -> None:

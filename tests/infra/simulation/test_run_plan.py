@@ -132,7 +132,7 @@ def test_a_forecast_has_seconds_and_memory_of_each_part() -> None:
     assert found is not None
     parts = found.parts
     assert parts["step_s"] == pytest.approx(parts["rollout_s"] + parts["train_s"] + parts["hand_over_s"])
-    assert parts["train_s"] == pytest.approx(16.5, rel=0.01) and parts["rollout_s"] == pytest.approx(14.3, rel=0.01)
+    assert parts["train_s"] == pytest.approx(15.7, rel=0.01) and parts["rollout_s"] == pytest.approx(13.0, rel=0.01)
     assert parts["engine_weights_gib"] == pytest.approx(14.19, abs=0.01)
     assert parts["kv_cache_gib"] == pytest.approx(0.8 * 143771 / 1024 - 14.19 - 0.15, abs=0.05)
     assert found.kv_token_bytes == 2 * 28 * 4 * 128 * 2
