@@ -2,7 +2,7 @@
 
     python tests/benches/notes.py FOLDER [--megabytes 1500] [--repeat 5] [--every-s 0.02]
 
-Two files of so many megabytes are written as the trainer writes them; the note as `write_note` does, every so many seconds, until both are there.
+Two files of --megabytes each are written as the trainer writes them. Meanwhile `write_note` writes the same note again, every --every-s seconds.
 The ways in turns; FOLDER decides which disk and file system.
 """
 
