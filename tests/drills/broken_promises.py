@@ -206,6 +206,14 @@ BREAKAGES = (
     ),
     Breakage(
         "6 classes of failure",
+        "a server that another version of our launcher started is adopted, and its patches compute what the record does not say",
+        "infra/engines/server/server_engine.py",
+        "        decides += f",
+        "        f",
+        "tests/infra/engines/test_versions.py::test_a_server_that_another_launcher_started_is_not_adopted",
+    ),
+    Breakage(
+        "6 classes of failure",
         "a decoding step's graphs read what was prepared for adapters that the batch has no more",
         "infra/engines/launchers/decoding/sglang_lora_decoding.py",
         "tuple(scalings))",

@@ -47,6 +47,11 @@ def is_for_cpu(argv: list[str]) -> bool:
     return ("--device", "cpu") in pairwise(argv)
 
 
+def has_own_kernels(argv: list[str]) -> bool:
+    """Whether LoRA's products are computed by kernels of ours."""
+    return not is_for_cpu(argv) and "--enable-deterministic-inference" not in argv
+
+
 def is_further_node(argv: list[str]) -> bool:
     """Whether this is a node of an engine over several, but not the first."""
     return any(flag == "--node-rank" and rank != "0" for flag, rank in pairwise(argv))
@@ -86,8 +91,7 @@ if __name__ in ("__main__", "__mp_main__"):
     patch_after_import = load("after_import").patch_after_import
     patch_after_import("sglang.srt.lora.mem_pool", lambda module: load("sglang_lora_patch").mend(module))
     decoding = partial(load, folder=HERE / "decoding")
-    has_own_kernels = not is_for_cpu(sys.argv) and "--enable-deterministic-inference" not in sys.argv
-    kernels = partial(decoding, "sglang_lora_kernels") if has_own_kernels else None
+    kernels = partial(decoding, "sglang_lora_kernels") if has_own_kernels(sys.argv) else None
     triton_backend = "sglang.srt.lora.backend.triton_backend"
     patch_after_import(triton_backend, lambda module: decoding("sglang_lora_decoding").mend(module, kernels))
     patch_after_import("sglang.srt.layers.sampler", lambda module: decoding("sglang_sampler_patch").mend(module))

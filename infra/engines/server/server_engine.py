@@ -34,6 +34,7 @@ from infra.processes import kernel_caches, logs
 from infra.processes.log_levels import level_of
 from infra.records import AdapterVersion, BaseModelRef
 from infra.settings import Settings, settings
+from infra.store import code_digest
 from infra.store.files import read_json, verified_adapter
 from infra.store.samples import Sample
 from infra.telemetry import program_versions
@@ -201,13 +202,11 @@ class ServerEngine(ABC):
         if state.adapters == (adapters := (name,) if name else ()):
             return
         folder = self.folder_of(adapter) if name is not None and name not in state.adapters else None
-        # One change: a process that dies between load and unload costs the next one a start of the engine; two more notes would cost each step.
-        state = server_process.begin_change(state)
+        state = server_process.begin_change(state)  # until both are done: a server of which only one is known is not adopted
         if folder is not None:
             server_process.post(state.url, self.load_path, {"lora_name": name, "lora_path": str(folder)}, CONTROL_TIMEOUT_S)
-        for old in state.adapters:
-            if old != name:
-                server_process.post(state.url, self.unload_path, {"lora_name": old}, CONTROL_TIMEOUT_S)
+        for old in (each for each in state.adapters if each != name):
+            server_process.post(state.url, self.unload_path, {"lora_name": old}, CONTROL_TIMEOUT_S)
         server_process.remember(state.but(adapters=adapters))
 
     def served_adapters(self) -> tuple[str, ...]:
@@ -296,8 +295,9 @@ class ServerEngine(ABC):
 
     @cached_property
     def identity(self) -> str:
-        """Identity of a server: equal for equal model, flags and versions."""
+        """Identity of a server: equal for equal model, flags, versions and launcher, whose patches compute."""
         decides = f"{self.base.sha256} {[*self.flags, *self._decides_beside_flags]} {program_versions.key_of(self.versions)}"
+        decides += f" {code_digest.digest('infra.engines.launchers')}"
         return hashlib.sha256(decides.encode()).hexdigest()[:16]
 
     @property

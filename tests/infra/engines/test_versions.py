@@ -11,6 +11,7 @@ from infra.engines import open_engine
 from infra.engines.server import server_process
 from infra.records import AdapterVersion
 from infra.settings import settings
+from infra.store import code_digest
 
 MakeAdapter = Callable[[int], AdapterVersion]
 SAID = {
@@ -74,3 +75,20 @@ def test_a_server_is_not_adopted_under_other_switches_of_its_libraries(
     other.wake()
     assert launched and (state := server_process.recorded()) and state.process != launched.process
     assert other.ran().versions["NVIDIA_TF32_OVERRIDE"] == "1"
+
+
+def test_a_server_that_another_launcher_started_is_not_adopted(
+    config: EngineConfig, scripted_adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = scripted_adapter(0)
+    before = open_engine(config, adapter)
+    before.wake()
+    launched = server_process.recorded()
+    digest = code_digest.digest
+    monkeypatch.setattr(
+        code_digest, "digest", lambda *names: "changed" if names == ("infra.engines.launchers",) else digest(*names)
+    )
+    other = open_engine(config, adapter)
+    assert other.identity != before.identity
+    other.wake()
+    assert launched and (state := server_process.recorded()) and state.process != launched.process

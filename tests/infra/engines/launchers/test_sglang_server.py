@@ -33,3 +33,10 @@ def test_a_further_node_ends_with_its_ranks_and_starts_no_server_of_its_own(
     done: list[object] = []
     program.ended_with_its_ranks(lambda *, server_args: done.append(server_args), done.append)(server_args="ranks")
     assert done == ["ranks", 1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"), [([], True), (["--device", "cpu"], False), (["--enable-deterministic-inference"], False)]
+)
+def test_kernels_of_ours_compute_on_a_gpu_outside_deterministic_mode(argv: list[str], expected: bool, program: Any) -> None:
+    assert program.has_own_kernels(["sglang_server.py", *argv]) is expected
