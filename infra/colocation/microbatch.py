@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from infra.colocation.trainer_memory import Model, activation_bytes, held_bytes
 from infra.config import TrainerConfig
 from infra.machine import devices
-from infra.store.files import read_note, write_json
+from infra.store.files import read_note, write_note
 from infra.store.layout import Workspace
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,8 @@ def _remembered() -> dict[str, Measured]:
 
 
 def _write(notes: dict[str, Measured]) -> None:
-    write_json(Workspace.here().microbatches, {key: note.model_dump() for key, note in notes.items()})
+    # Perf: synced, it waited 1.1 to 1.6 s behind a mixture's adapter of 5.9 GB (30B-A3B, H200, docs/results/speed.md).
+    write_note(Workspace.here().microbatches, {key: note.model_dump() for key, note in notes.items()})
 
 
 def _key(trainer: TrainerConfig, model: Model) -> str:

@@ -1,11 +1,12 @@
-"""How long SGLang takes to bring stacked adapters of experts to the GPU: by its own loader, expert by expert, and by the patched one of
-infra/engines/launchers/sglang_lora_patch.py. Then, whether both put the same bits into the same places.
+"""How long SGLang takes to bring stacked adapters of experts to the GPU: by its own loader, expert by expert, and by the two patches of
+infra/engines/launchers/sglang_lora_patch.py. Then, whether all put the same bits into the same places.
 
     RATCHET_SGLANG_PYTHON tests/gpu/stacked_adapters.py [OUT.json] [--layers 48] [--experts 128] [--hidden 2048] [--width 768] [--rank 8]
         [--largest-rank 8] [--device cuda] [--repeat 4]
 
-The values are random; the default shapes are those of 30B-A3B. Each way loads into the same memory in turns. The first load of each is not
-counted. Runs in SGLang's environment; `tests/infra/engines/launchers/test_sglang_lora_patch.py` uses its parts.
+The values are random; the default shapes are those of 30B-A3B. Each way loads into the same memory in turns, from a file that the kernel has in
+memory. The first load of each is not counted. Runs in SGLang's environment; `tests/infra/engines/launchers/test_sglang_lora_patch.py` uses its
+parts.
 """
 
 import argparse
@@ -13,11 +14,12 @@ import json
 import runpy
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 LAUNCHER = Path(__file__).resolve().parents[2] / "infra/engines/launchers/sglang_server.py"
 SLOT = 1
@@ -28,23 +30,36 @@ class Shape(SimpleNamespace):
     """layers, experts, hidden, width, rank, largest_rank, device."""
 
 
-def launched(device: str) -> Any:
-    """The module with SGLang's memory pool, patched as our launcher patches it."""
+class Way(NamedTuple):
+    """Functions of SGLang, or those that replace them."""
+
+    join: Callable[..., Any]
+    iterate: Callable[..., Any]
+
+    def take(self, classes: tuple[Any, Any]) -> None:
+        """classes: As `launched` returns them."""
+        classes[0]._iter_local_expert_weights, classes[1].normalize_gate_up_proj = self.iterate, self.join
+
+
+def launched(device: str) -> tuple[Any, Any]:
+    """SGLang's memory pool and adapter, patched as our launcher patches them."""
     sys.argv[:] = [str(LAUNCHER), "--device", device]
     runpy.run_path(str(LAUNCHER), run_name="__mp_main__")
-    from sglang.srt.lora import mem_pool
+    from sglang.srt.lora.lora import LoRAAdapter
+    from sglang.srt.lora.mem_pool import LoRAMemoryPool
 
-    return mem_pool
+    return LoRAMemoryPool, LoRAAdapter
 
 
-def both_ways(pool_class: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """SGLang's own function and the patched one.
+def ways_of(classes: tuple[Any, Any]) -> dict[str, Way]:
+    """SGLang's own functions, one patched, both patched.
 
-    Errors: AssertionError, if the launcher has not patched it.
+    Errors: AssertionError, if the launcher has not patched them.
     """
-    patched = pool_class._iter_local_expert_weights
-    assert patched.__closure__, "the launcher has not patched it"
-    return patched.__closure__[0].cell_contents, patched
+    iterate, join = classes[0]._iter_local_expert_weights, classes[1].normalize_gate_up_proj
+    assert iterate.__closure__ and join.__closure__, "the launcher has not patched them"
+    own = Way(join.__closure__[0].cell_contents, iterate.__closure__[0].cell_contents)
+    return {"expert by expert": own, "all at once": Way(own.join, iterate), "joined on the GPU": Way(join, iterate)}
 
 
 def made_pool(pool_class: Any, s: Shape, num_local: int | None = None, ep_rank: int = 0) -> Any:
@@ -70,33 +85,47 @@ def made_pool(pool_class: Any, s: Shape, num_local: int | None = None, ep_rank: 
     return pool
 
 
-def made_adapter(s: Shape) -> Any:
-    """An adapter on the host, as SGLang has read it: stacked, gate before up."""
+def stacked(s: Shape) -> dict[str, Any]:
+    """The tensors of an adapter's file for the engine, by name."""
     import torch
 
     torch.manual_seed(s.rank)
-    sizes = {"gate_up_proj.lora_A": (2 * s.rank, s.hidden), "gate_up_proj.lora_B": (2 * s.width, s.rank)}
+    sizes = {
+        f"{name}_proj.lora_{of}": size
+        for name in ("gate", "up")
+        for of, size in (("A", (s.rank, s.hidden)), ("B", (s.width, s.rank)))
+    }
     sizes |= {"down_proj.lora_A": (s.rank, s.width), "down_proj.lora_B": (s.hidden, s.rank)}
-
-    def weights(layer: int) -> dict[str, torch.Tensor]:
-        begin = f"base_model.model.model.layers.{layer}.mlp.experts"
-        return {f"{begin}.{name}.weight": torch.randn(s.experts, *size).bfloat16() for name, size in sizes.items()}
-
-    layers = [SimpleNamespace(weights=weights(layer), pinned_weights={}) for layer in range(s.layers)]
-    return SimpleNamespace(config=SimpleNamespace(r=s.rank), scaling=0.7, embedding_layers={}, layers=layers)
+    return {
+        f"base_model.model.model.layers.{layer}.mlp.experts.{name}.weight": torch.randn(s.experts, *size).bfloat16()
+        for layer in range(s.layers)
+        for name, size in sizes.items()
+    }
 
 
-def load(pool: Any, adapter: Any) -> float:
-    """Returns the seconds until the GPU has it."""
+def load(classes: tuple[Any, Any], way: Way, pool: Any, file: Path, rank: int) -> float:
+    """Returns the seconds until the GPU has what is in the file. The adapter before stays on the host meanwhile, as it does in a run."""
     import torch
+    from safetensors import safe_open
     from sglang.srt.lora.layers import FusedMoEWithLoRA
 
+    way.take(classes)
     experts = FusedMoEWithLoRA.__new__(FusedMoEWithLoRA)
     torch.nn.Module.__init__(experts)
     experts.base_layer = SimpleNamespace(is_shared_fused_moe=False, moe_tp_rank=0)
     experts.tp_size, experts._uses_interleaved_gate_up = 1, False
     begin = time.perf_counter()
+    adapter = classes[1].__new__(classes[1])
+    torch.nn.Module.__init__(adapter)
+    adapter.config, adapter.scaling, adapter.embedding_layers = SimpleNamespace(r=rank), 0.7, {}
+    adapter.layers = [SimpleNamespace(weights={}, pinned_weights={}) for _ in range(pool.num_layer)]
+    with safe_open(file, framework="pt", device="cpu") as tensors:  # as SGLang reads it
+        for name in tensors.keys():  # noqa: SIM118  # it has no iterator
+            adapter.layers[int(name.split(".")[4])].weights[name] = tensors.get_tensor(name)
+    for layer in adapter.layers:
+        adapter.normalize_gate_up_proj(list(layer.weights), layer.weights)
     pool.load_lora_weight_to_buffer("name", SLOT, adapter, [{"mlp.experts": experts}] * pool.num_layer, None, None)
+    pool.adapter = adapter
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - begin
@@ -110,23 +139,25 @@ def main() -> None:
         p.add_argument(f"--{name}", type=int, default=default)
     p.add_argument("--device", default="cuda")
     o, command = p.parse_args(), [*sys.argv]
-    pool_class = launched(o.device).LoRAMemoryPool
+    classes = launched(o.device)
 
     import torch
+    from safetensors.torch import save_file
 
-    adapter = made_adapter(Shape(**vars(o)))
-    ways = both_ways(pool_class)
-    pools = {way: made_pool(pool_class, Shape(**vars(o))) for way in ("expert by expert", "all at once")}
-    seconds: dict[str, list[float]] = {way: [] for way in pools}
-    for _ in range(o.repeat + 1):
-        for (way, pool), iterate in zip(pools.items(), ways, strict=True):
-            pool_class._iter_local_expert_weights = iterate
-            seconds[way].append(round(load(pool, adapter), 4))
-    mine, theirs = pools.values()
+    ways = ways_of(classes)
+    pools = {name: made_pool(classes[0], Shape(**vars(o))) for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(stacked(Shape(**vars(o))), file := Path(folder) / "adapter_model.safetensors")
+        for _ in range(o.repeat + 1):
+            for name, way in ways.items():
+                seconds[name].append(round(load(classes, way, pools[name], file, o.rank), 4))
+    own, *others = pools.values()
     for kind in ("A_buffer", "B_buffer"):
-        for name, layers in getattr(mine, kind).items():
-            assert all(torch.equal(a, b) for a, b in zip(layers, getattr(theirs, kind)[name], strict=True)), (kind, name)
-    found = {"command": command, "seconds": seconds, "median_s": {way: statistics.median(s[1:]) for way, s in seconds.items()}}
+        for name, layers in getattr(own, kind).items():
+            for other in others:
+                assert all(torch.equal(a, b) for a, b in zip(layers, getattr(other, kind)[name], strict=True)), (kind, name)
+    found = {"command": command, "seconds": seconds, "median_s": {name: statistics.median(s[1:]) for name, s in seconds.items()}}
     found["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     print(json.dumps(found))
     if o.out:

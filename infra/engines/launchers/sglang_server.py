@@ -10,7 +10,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,9 @@ elif __name__ == "__main__":
     load("sglang_compile_ahead").start(sys.argv[1:])
 if __name__ in ("__main__", "__mp_main__"):
     patch_after_import = load("after_import").patch_after_import
-    patch_after_import("sglang.srt.lora.mem_pool", lambda module: load("sglang_lora_patch").mend(module))
+    adapters = cache(partial(load, "sglang_lora_patch"))  # one module for both patches
+    patch_after_import("sglang.srt.lora.mem_pool", lambda module: adapters().mend_pool(module))
+    patch_after_import("sglang.srt.lora.lora", lambda module: adapters().mend_adapter(module))
     decoding = partial(load, folder=HERE / "decoding")
     kernels = partial(decoding, "sglang_lora_kernels") if has_own_kernels(sys.argv) else None
     triton_backend = "sglang.srt.lora.backend.triton_backend"

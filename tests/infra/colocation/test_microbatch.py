@@ -13,6 +13,7 @@ from infra.config import EngineConfig, LoraConfig, RunConfig, TrainerConfig
 from infra.machine import devices
 from infra.machine.nvml import GIB
 from infra.models.architecture import base_shapes, parse_architecture
+from infra.store import files
 from infra.store.layout import Workspace
 
 H200 = Machine(is_gpu=True, gpu_bytes=int(139.8 * GIB), is_split=False, host_bytes=125 * GIB)
@@ -50,6 +51,15 @@ def test_the_first_size_fills_the_room_by_estimate(model: Model) -> None:
     a_step = activation_bytes(trainer, model, num_rows=1024, num_logits=1024)
     assert ROOM - microbatch.ESTIMATE_MARGIN_BYTES - a_step < taken <= ROOM - microbatch.ESTIMATE_MARGIN_BYTES
     assert found.reason.startswith(f"{found.tokens} tokens: ") and found.reason.endswith("as estimated")
+
+
+def test_a_peak_is_remembered_without_waiting_for_the_disk(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is between training and the next rollout, when an adapter's gigabytes are on their way to the disk."""
+    trainer = TrainerConfig(lora=LORA)
+    estimated = tokens(trainer, model)
+    monkeypatch.setattr(files, "sync", lambda path: pytest.fail(f"{path} is waited for"))
+    note(trainer, model, 0.8)
+    assert tokens(trainer, model) > estimated
 
 
 def test_a_measured_peak_corrects_the_estimate_in_both_directions(model: Model) -> None:

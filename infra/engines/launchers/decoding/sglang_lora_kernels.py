@@ -24,7 +24,7 @@ MAX_TILES = 1 << 16
 _arrived: dict[torch.device, torch.Tensor] = {}
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator, unused-ignore]  # else compiled for 1, for multiples of 16, and for others
 def _shrink(  # type: ignore[no-untyped-def]
     x,
     weights,
