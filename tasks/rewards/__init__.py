@@ -6,6 +6,7 @@ A reward takes what it names; infra/rewards/signatures.py has the other forms in
     def my_reward(*, completion: str, answer: str) -> float | dict[str, float] | None: ...
 """
 
+import logging
 from collections.abc import Callable
 
 from infra.config import JUDGED_BY_MODEL, REWARD_MODEL, RewardConfig, RewardFunction
@@ -17,6 +18,8 @@ from infra.rewards import built_in, client
 from infra.rewards.built_in import gsm8k
 from infra.store import code_digest
 from tasks.rewards import by_model, by_reward_model, user_files
+
+log = logging.getLogger(__name__)
 
 Reward = Callable[..., float | dict[str, float]]
 
@@ -30,7 +33,9 @@ NAMES = (*BUILT_IN, *built_in.PLACES, *JUDGED_BY_MODEL, REWARD_MODEL)
 
 
 def check(config: RewardConfig) -> None:
-    """Check that a reward can be called: a worker imports it. Raises ValueError, in one line, if it cannot."""
+    """Check that a reward can be called: a worker imports it. Warns of fields that are without effect. Raises ValueError, in one line, if it
+    cannot be called."""
+    _warn_of_unused(config)
     for function in config.called:
         if function.name in JUDGED_BY_MODEL:
             by_model.check(config)
@@ -38,6 +43,22 @@ def check(config: RewardConfig) -> None:
             by_reward_model.check(config)
         elif function.name not in BUILT_IN:
             _check_outside(config, function)
+
+
+def _warn_of_unused(config: RewardConfig) -> None:
+    """A warning only: a run that is replayed with another reward keeps its sections."""
+    if config.functions and config.name != RewardConfig().name:
+        log.warning("reward.name %r is without effect: reward.functions takes its place", config.name)
+    for section, is_used, users in (
+        ("judge", config.is_judged_by_model, " or ".join(JUDGED_BY_MODEL)),
+        ("model", config.uses_reward_model, REWARD_MODEL),
+    ):
+        given, default = getattr(config, section), getattr(RewardConfig(), section)
+        if not is_used and given != default:
+            field = next(name for name, value in given if value != getattr(default, name))
+            log.warning(
+                "reward.%s.%s is without effect: it belongs to the reward %s, this one is %s", section, field, users, config.title
+            )
 
 
 def _check_outside(config: RewardConfig, function: RewardFunction) -> None:

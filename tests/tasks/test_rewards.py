@@ -280,6 +280,31 @@ def test_a_reward_that_cannot_be_used_is_named_with_its_fault(own_rewards: Path,
         rewards.check(RewardConfig(name=name))
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"judge": {"rubric": "{completion}"}}, "reward.judge.rubric is without effect: it belongs to the reward rubric or ruler, this one is"),
+        ({"model": {"path": "some-model"}}, "reward.model.path is without effect: it belongs to the reward reward_model, this one is"),
+        ({"name": "exact_match", "functions": [{"name": "gsm8k_numeric"}]}, "reward.name 'exact_match' is without effect: reward.functions takes its"),
+        ({}, ""),
+        ({"functions": [{"name": "gsm8k_numeric"}]}, ""),
+    ],
+)  # fmt: skip
+def test_fields_that_belong_to_another_reward_are_named(
+    fields: dict[str, object], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rewards.check(RewardConfig.model_validate(fields))
+    assert [said.rpartition(" ")[0] for said in caplog.messages] == ([message] if message else [])
+
+
+def test_fields_of_a_reward_that_is_used_are_not(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewards.by_model, "check", lambda config: None)
+    judge = {"by": "engine", "rubric": "{completion}"}
+    rewards.check(RewardConfig.model_validate({"name": "rubric", "judge": judge}))
+    rewards.check(RewardConfig.model_validate({"functions": [{"name": "gsm8k_numeric"}, {"name": "rubric"}], "judge": judge}))
+    assert not caplog.messages
+
+
 def test_a_change_of_a_users_own_reward_is_seen(own_rewards: Path) -> None:
     def digest() -> str:
         """As a new process would see it."""
