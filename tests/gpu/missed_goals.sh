@@ -41,8 +41,8 @@ for part in $PARTS; do
     mixture)
       rm -rf "$MODELS/qwen2.5-7b"
       model qwen3-30b-a3b
-      measure mixture 500 hand_over.py "$FOLDER/mixture.json" run --steps 4 --output-tokens 512 "${MIXTURE[@]}" --set name=mixture \
-        --set trainer.share_experts=true --set engine.colocation=keep_weights ;;
+      measure mixture 500 hand_over.py "$FOLDER/mixture.json" run --steps 7 --output-tokens 512 "${MIXTURE[@]}" --set name=mixture \
+        --set trainer.share_experts=true --set engine.colocation=keep_weights --set retention.keep_last=2 ;;
     tasks)
       model qwen3-30b-a3b
       measure tasks 300 hand_over.py "$FOLDER/tasks.json" before_after --ways "experts shared" --steps 4 --output-tokens 128 "${MIXTURE[@]}" ;;

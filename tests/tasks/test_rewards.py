@@ -285,7 +285,7 @@ def test_a_reward_that_cannot_be_used_is_named_with_its_fault(own_rewards: Path,
     [
         ({"judge": {"rubric": "{completion}"}}, "reward.judge.rubric is without effect: it belongs to the reward rubric or ruler, this one is"),
         ({"model": {"path": "some-model"}}, "reward.model.path is without effect: it belongs to the reward reward_model, this one is"),
-        ({"name": "exact_match", "functions": [{"name": "gsm8k_numeric"}]}, "reward.name 'exact_match' is without effect: reward.functions takes its"),
+        ({"name": "any.score", "functions": [{"name": "gsm8k_numeric"}]}, "reward.name 'any.score' is without effect: reward.functions takes its"),
         ({}, ""),
         ({"functions": [{"name": "gsm8k_numeric"}]}, ""),
     ],
