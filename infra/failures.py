@@ -112,8 +112,11 @@ def _is(*types: type[BaseException]) -> Callable[[BaseException], bool]:
     return lambda error: isinstance(error, types)
 
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def _is_disk_full(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, OSError) and error.errno in DISK_FULL
 
 
 FAILURES = (  # the first that fits counts: a special class stands above the general one
@@ -208,9 +211,9 @@ FAILURES = (  # the first that fits counts: a special class stands above the gen
     ),
     Failure(
         "disk full",
-        "no space left on the device, or quota exceeded",
+        "no space left on the device, quota exceeded, or file too large",
         _is_disk_full,
-        "stop; make room, then run the same again: committed steps are whole",
+        "stop; make room or raise the limit (ulimit -f), then run the same again: committed steps are whole",
     ),
     Failure(
         "reward failed",

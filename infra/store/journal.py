@@ -75,14 +75,23 @@ class LineJournal:
         syncs: Whether it is on the disk when this returns, and not a second later at the latest.
         """
         assert self._stream is not None, "the journal is not open"
-        data = _line(content)
-        if self._stream.write(data) != len(data):
-            raise OSError(f"{self.path}: only a part of a line could be written")
+        self._append(_line(content))
         if syncs or time.monotonic() - self._synced_at >= SYNC_EVERY_S:
             os.fsync(self._stream.fileno())
             if not self._synced_at:
                 sync(self.path.parent)  # the name of the file
             self._synced_at = time.monotonic()
+
+    def _append(self, line: bytes) -> None:
+        """Raises OSError if it cannot be written, as on a full disk: nothing of it stays, which would spoil the next line too."""
+        assert self._stream is not None
+        begin, rest = self._stream.seek(0, os.SEEK_END), line
+        try:
+            while rest:  # a disk takes a part of it, and only then says that it is full
+                rest = rest[self._stream.write(rest) :]
+        except OSError as error:
+            self._stream.truncate(begin)
+            raise OSError(error.errno, f"{error.strerror}: {len(line)} bytes for {self.path}") from error
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)

@@ -3,12 +3,12 @@
 train task --job.json--> torchrun --> ranks of `python -m infra.megatron` --result.json--> train task
 """
 
-import errno
 import logging
 import os
 import secrets
 from pathlib import Path
 
+from infra.failures import DISK_FULL
 from infra.machine import devices
 from infra.megatron.protocol.job import MEETING_FILE, TrainJob, TrainResult
 from infra.processes import children, gpu_programs, kernel_caches, logs
@@ -128,7 +128,7 @@ def known_cause(message: str, output: str, log_path: Path) -> Exception | None:
     """Return the error that a program's output reports: out of memory, or a full disk. None for any other cause."""
     if any(sign in output for sign in OUT_OF_MEMORY):
         return TrainerOutOfMemory(message)
-    for number in (errno.ENOSPC, errno.EDQUOT):
+    for number in DISK_FULL:
         if os.strerror(number) in output:
             return OSError(number, f"{os.strerror(number)}: the trainer could not write; its log is {log_path}")
     return None

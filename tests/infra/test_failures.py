@@ -51,6 +51,7 @@ def invalid() -> ValidationError:
         (DigestMismatch("changed"), "file changed", 1),
         (OSError(errno.ENOSPC, "No space left on device"), "disk full", 1),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk full", 1),
+        (OSError(errno.EFBIG, "File too large"), "disk full", 1),
         (ValueError("bad"), "bad input", 1),
         (invalid(), "bad input", 1),
         (OSError(errno.EIO, "Input/output error"), "not classified", 1),

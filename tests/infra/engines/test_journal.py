@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import resource
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from infra.engines.journal import Journal
+from infra.failures import classify
 from infra.store.samples import Sample
 
 FENCE = {"adapter": "a1", "prompts": "p1", "sampling": "s1"}
@@ -115,6 +117,23 @@ def test_numbers_come_back_to_the_bit_and_texts_to_the_letter(tmp_path: Path) ->
 def test_a_sample_that_stands_there_twice_counts_once(path: Path) -> None:
     path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(keepends=True)[1])
     assert len(kept(path)) == 3
+
+
+def test_a_line_that_finds_no_room_leaves_nothing_and_says_why(path: Path) -> None:
+    """The system writes a part of it before it says that there is no room for the rest."""
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Journal(path, FENCE) as journal:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))
+        try:
+            with pytest.raises(OSError, match=rf"File too large: \d+ bytes for {path}") as caught:
+                journal.add(sample(7, 3))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert classify(caught.value).name == "disk full"
+        assert path.read_bytes() == before
+        journal.add(sample(7, 4))  # there is room again
+    assert kept(path) == [sample(7, index) for index in (0, 1, 2, 4)]
 
 
 @pytest.mark.parametrize("name", FENCE)

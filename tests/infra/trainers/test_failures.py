@@ -14,7 +14,11 @@ LOG = Path("trainer.log")
 
 @pytest.mark.parametrize(
     ("output", "number"),
-    [("OSError: [Errno 28] No space left on device: 'x'", errno.ENOSPC), ("[Errno 122] Disk quota exceeded", errno.EDQUOT)],
+    [
+        ("OSError: [Errno 28] No space left on device: 'x'", errno.ENOSPC),
+        ("[Errno 122] Disk quota exceeded", errno.EDQUOT),
+        ("File too large", errno.EFBIG),
+    ],
 )
 def test_a_full_disk_is_known_and_not_taken_for_a_lost_trainer(output: str, number: int) -> None:
     found = known_cause("ended", output, LOG)
