@@ -115,7 +115,8 @@ def _is(*types: type[BaseException]) -> Callable[[BaseException], bool]:
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def _is_disk_full(error: BaseException) -> bool:
+def is_disk_full(error: BaseException) -> bool:
+    """Whether the system had no room for what was written. Its message names the file."""
     return isinstance(error, OSError) and error.errno in DISK_FULL
 
 
@@ -212,7 +213,7 @@ FAILURES = (  # the first that fits counts: a special class stands above the gen
     Failure(
         "disk full",
         "no space left on the device, quota exceeded, or file too large",
-        _is_disk_full,
+        is_disk_full,
         "stop; make room or raise the limit (ulimit -f), then run the same again: committed steps are whole",
     ),
     Failure(

@@ -65,9 +65,10 @@ def said(error: ValueError) -> str:
 
 def is_expected(error: RuntimeError | OSError) -> bool:
     """Work that failed and says all in its message: what else is raised is a mistake of ours, and shows its traceback."""
+    from infra.failures import is_disk_full
     from infra.processes.children import ProgramFailed
 
-    if isinstance(error, ProgramFailed):
+    if isinstance(error, ProgramFailed) or is_disk_full(error):
         return True
     return type(error).__name__ in {
         *("VariantsFailed", "ReplayDiffers", "RemoteError", "NoNodeForEngine"),

@@ -4,7 +4,7 @@ import linecache
 import logging
 import traceback
 
-from infra.failures import NoNodeForEngine, NoNodesForRanks, RewardFailed, StoreRefused
+from infra.failures import NoNodeForEngine, NoNodesForRanks, RewardFailed, StoreRefused, is_disk_full
 from infra.settings import CHECKOUT
 from infra.store.files import DigestMismatch
 from tasks.support.prefect_calls import FlowRunDeleted
@@ -47,8 +47,10 @@ class Once(logging.Filter):
 def says_all(error: BaseException) -> bool:
     """Whether an error's message explains it completely. Of a ValueError only what our own code raises does: one that a library raises in the middle
     of our work is a mistake whose place matters."""
-    if isinstance(error, ONE_LINE) or not isinstance(error, ValueError) or error.__traceback__ is None:
-        return isinstance(error, ONE_LINE)
+    if isinstance(error, ONE_LINE) or is_disk_full(error):
+        return True
+    if not isinstance(error, ValueError) or error.__traceback__ is None:
+        return False
     file, line = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)][-1]
     is_ours = any(file.startswith(f"{CHECKOUT / folder}/") for folder in OURS)
     return is_ours and linecache.getline(file, line).lstrip().startswith("raise ")

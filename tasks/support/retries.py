@@ -45,5 +45,10 @@ def _append(error: BaseException, text: str) -> None:
     """Append text to an error's message: Prefect does not show an error's notes."""
     if len(error.args) == 1 and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]}\n{text}",)
+    elif isinstance(error, OSError) and error.strerror:
+        if error.filename is not None:  # which it says last
+            error.strerror = f"{error.strerror}: {error.filename}"
+            del error.filename
+        error.strerror = f"{error.strerror}\n{text}"
     else:
         error.add_note(text)

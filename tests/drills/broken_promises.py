@@ -2103,6 +2103,22 @@ BREAKAGES = (
         "tests/tasks/test_rewards.py::test_an_error_of_one_line_is_logged_once_and_without_a_traceback",
     ),
     Breakage(
+        "1 transaction",
+        "a full disk is a stack of calls",
+        "tasks/support/plain_errors.py",
+        "if isinstance(error, ONE_LINE) or is_disk_full(error):",
+        "if isinstance(error, ONE_LINE):",
+        "tests/tasks/test_rewards.py::test_an_error_of_one_line_is_logged_once_and_without_a_traceback",
+    ),
+    Breakage(
+        "1 transaction",
+        "a part of a line that found no room spoils the next one",
+        "infra/store/journal.py",
+        "self._stream.truncate(begin)",
+        "pass",
+        "tests/infra/engines/test_journal.py::test_a_line_that_finds_no_room_leaves_nothing_and_says_why",
+    ),
+    Breakage(
         "stores",
         "keys that a store refuses are a stack of calls",
         "tasks/support/plain_errors.py",

@@ -1,3 +1,4 @@
+import errno
 import json
 import logging
 import re
@@ -406,6 +407,7 @@ def test_a_reward_s_digest_covers_the_modules_that_it_loads(tmp_path: Path, monk
         NoNodeForEngine("replica 0 of the engine has no node"),
         NoNodesForRanks("trainer.num_processes 4 does not fit evenly on the living nodes"),
         DigestMismatch("adapters/000003/adapter_model.safetensors has changed since it was written"),
+        OSError(errno.ENOSPC, "No space left on device: 1162 bytes for samples.journal"),
     ],
 )
 def test_an_error_of_one_line_is_logged_once_and_without_a_traceback(error: Exception, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,6 @@
 """What cannot work is one line on stderr with exit code 2, before anything is started or written."""
 
+import errno
 import json
 import os
 import shutil
@@ -266,12 +267,14 @@ def test_a_module_of_flows_is_not_run_by_m(workspace: Path, words: list[str]) ->
         NoNodeForEngine("replica 0 of the engine has no node"),
         DigestMismatch("adapter_model.safetensors has changed since it was written"),
         Removed("adapter_model.safetensors was removed by the run's retention"),
+        OSError(errno.ENOSPC, "No space left on device: 1162 bytes for samples.journal"),
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_says_all_in_its_message_is_said_without_a_traceback(error: RuntimeError) -> None:
+def test_what_says_all_in_its_message_is_said_without_a_traceback(error: RuntimeError | OSError) -> None:
     assert errors.is_expected(error)
     assert not errors.is_expected(RuntimeError("a mistake of ours"))
+    assert not errors.is_expected(OSError(errno.EBADF, "a mistake of ours"))
 
 
 @pytest.mark.parametrize("command", [["run"], ["step"], ["sweep", "--over", "seed=0,1"]], ids=lambda words: words[0])

@@ -74,10 +74,20 @@ def test_the_clock_of_the_deadline_starts_with_the_first_failure_of_the_same_tas
 
 
 def test_an_error_that_is_no_plain_message_keeps_its_form() -> None:
-    error = OSError(errno.ENOSPC, "No space left on device")
+    error = ValueError("a value", 3)
     assert not worth_another_try(train.train, TaskRun.model_construct(id="c"), Failed(data=error))
-    assert error.errno == errno.ENOSPC
-    assert "disk full" in error.__notes__[0]
+    assert error.args == ("a value", 3)
+    assert "bad input" in error.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [(None, "No space left on device"), ("samples.journal", "No space left on device: samples.journal")]
+)
+def test_an_error_of_the_system_says_its_class_and_its_file(name: str | None, said: str) -> None:
+    error = OSError(errno.ENOSPC, "No space left on device", *([name] if name else []))
+    assert not worth_another_try(train.train, TaskRun.model_construct(id="e"), Failed(data=error))
+    assert str(error).startswith(f"[Errno 28] {said}\nfailure class: disk full; cure: stop; make room")
+    assert str(error).endswith("not retried") and isinstance(error, OSError) and error.errno == errno.ENOSPC
 
 
 def test_a_result_needs_no_other_try() -> None:
