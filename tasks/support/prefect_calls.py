@@ -8,8 +8,11 @@ before they call the API.
 """
 
 import contextvars
+import errno
 import logging
+import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -23,6 +26,7 @@ from prefect.client.base import PrefectHttpxAsyncClient, PrefectHttpxSyncClient
 
 from infra.processes.children import ProgramFailed
 from infra.services import servers
+from infra.settings import settings
 
 # Not below `infra` or `tasks`, whose lines go to Prefect's API: the thread's lines do not belong to a flow run.
 log = logging.getLogger("ratchet.prefect")
@@ -32,6 +36,8 @@ WAIT_S = 600.0
 FIRST_LINE_S, LINE_EVERY_S = 5.0, 60.0
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 LONGEST_PAUSE_S = 10.0
+FULL_BYTES = 4 * 2**20
+"""With less than this left, an error of the server is taken for that of a full disk: its database grows by pages of a log of 4 MiB."""
 NO_ANSWER = (httpx.TimeoutException, httpx.NetworkError, httpx.ProtocolError)
 
 
@@ -61,10 +67,23 @@ class FlowRunDeleted(ProgramFailed):
     """Prefect's server has no such flow run any more."""
 
 
-def _check_there(request: httpx.Request, outcome: httpx.Response | Exception) -> None:
-    """Prefect's own error for a flow run that was deleted while it ran says nothing."""
-    is_missing = isinstance(outcome, httpx.Response) and outcome.status_code == 404
-    if is_missing and (found := re.search(r"/flow_runs/([^/]+)/set_state$", request.url.path)):
+def _explain(request: httpx.Request, outcome: httpx.Response | Exception) -> None:
+    """Raise an error that says more than Prefect's own: for a flow run that was deleted while it ran, and for a server whose disk is full.
+
+    Raises:
+        FlowRunDeleted, OSError
+    """
+    code = outcome.status_code if isinstance(outcome, httpx.Response) else 0
+    if code not in (404, 500) or not (found := re.search(r"/flow_runs/([^/]+)/set_state$", request.url.path)):
+        return
+    workspace = settings().workspace
+    if code == 500 and (free := shutil.disk_usage(workspace).free) < FULL_BYTES:
+        raise OSError(
+            errno.ENOSPC,
+            f"{os.strerror(errno.ENOSPC)}: Prefect's server could not write the state of flow run {found[1]} (HTTP 500), "
+            f"and the disk of {workspace} has {free / 2**20:.1f} MiB left; make room, then run the same again: committed steps are whole",
+        )
+    if code == 404:
         raise FlowRunDeleted(
             f"Prefect's server does not have flow run {found[1]} any more: it was deleted while it ran, or the server has another database. "
             "What is committed is kept; run the same again"
@@ -218,7 +237,7 @@ def install() -> None:
             with Call(self, request, retry_codes) as call:
                 while (pause_s := call.pause(outcome := _outcome(send, request, *args, **kwargs))) is not None:
                     time.sleep(pause_s)
-                _check_there(request, outcome)
+                _explain(request, outcome)
                 return outcome
 
         return sync(self, request, patiently, send_args, send_kwargs)
@@ -236,7 +255,7 @@ def install() -> None:
             with Call(self, request, retry_codes) as call:
                 while (pause_s := call.pause(outcome := await _aoutcome(send, request, *args, **kwargs))) is not None:
                     await anyio.sleep(pause_s)
-                _check_there(request, outcome)
+                _explain(request, outcome)
                 return outcome
 
         return await asynchronous(self, request, patiently, send_args, send_kwargs)

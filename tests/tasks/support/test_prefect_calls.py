@@ -17,10 +17,12 @@ from uuid import UUID, uuid4
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED, temporary_settings
 from prefect.states import Completed
 from shared import FIRST_PORT, becomes
 
+from infra import failures
 from infra.machine.ports import free_port
 from infra.processes import children
 from infra.services import prefect_server
@@ -133,6 +135,22 @@ def test_a_flow_run_that_was_deleted_while_it_ran_is_named(
     flow_run, without_tokens = uuid4(), temporary_settings({PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False})
     with without_tokens, pytest.raises(FlowRunDeleted, match=f"does not have flow run {flow_run} any more.* run the same again"):
         call(flow_run)
+
+
+@pytest.mark.parametrize("call", [report, lambda flow_run: asyncio.run(areport(flow_run))], ids=["sync", "async"])
+def test_a_server_whose_disk_is_full_is_named(
+    call: Callable[[UUID], None], serve: Callable[[list[int]], None], workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve([500, 500])
+    flow_run = uuid4()
+    without_tokens = lambda: temporary_settings({PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False})  # noqa: E731
+    with without_tokens(), pytest.raises(PrefectHTTPStatusError, match="500"):
+        call(flow_run)  # there is room: the server's own mistake
+    monkeypatch.setattr(prefect_calls, "FULL_BYTES", 2**60)
+    full = f"No space left on device: Prefect's server could not write the state of flow run {flow_run} .*, and the disk of {workspace} has"
+    with without_tokens(), pytest.raises(OSError, match=full) as caught:
+        call(flow_run)
+    assert failures.is_disk_full(caught.value)
 
 
 @CALLS
