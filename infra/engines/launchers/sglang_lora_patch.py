@@ -31,16 +31,18 @@ class StackedExperts(torch.Tensor):
 
 
 class Joined(torch.Tensor):
-    """Two tensors [experts, rows, columns] as one, rows after rows. Only what computes with it copies them together."""
+    """Two tensors [experts, rows, columns] as one, rows after rows. What computes with it, as SGLang does with several GPUs, has them copied
+    together, once."""
 
     first: torch.Tensor
     second: torch.Tensor
+    whole: torch.Tensor | None
 
     @staticmethod
     def __new__(cls, first: torch.Tensor, second: torch.Tensor) -> "Joined":
         shape = (len(first), first.shape[1] + second.shape[1], first.shape[2])
         joined: Joined = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=first.dtype, device=first.device)
-        joined.first, joined.second = first, second
+        joined.first, joined.second, joined.whole = first, second, None
         return joined
 
     def __init__(self, first: torch.Tensor, second: torch.Tensor) -> None:
@@ -48,10 +50,13 @@ class Joined(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's is a stub
-        args, kwargs = tree_map(
-            lambda each: each.part(0, len(each), each.device) if isinstance(each, cls) else each, (args, kwargs or {})
-        )
+        args, kwargs = tree_map(lambda each: each._joined() if isinstance(each, cls) else each, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+    def _joined(self) -> torch.Tensor:
+        if self.whole is None:
+            self.whole = self.part(0, len(self), self.device)
+        return self.whole
 
     def part(self, begin: int, end: int, device: torch.device) -> torch.Tensor:
         """Return some of the experts, joined on a device."""

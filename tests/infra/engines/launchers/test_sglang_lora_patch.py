@@ -46,6 +46,7 @@ for shape.rank, local, ep_rank in ((4, 6, 0), (2, 6, 0), (4, 3, 1), (3, 2, 1)):
     for eager, later in zip(memory[1], memory[2], strict=True):  # what computes with it gets one tensor
         assert eager.shape == later.shape and torch.equal(eager, later) and torch.equal(eager[1:3, :2] * 2, later[1:3, :2] * 2)
         assert type(later[0]) is torch.Tensor and torch.equal(eager.clone(), later.clone())
+        assert later[0].untyped_storage().data_ptr() == later[1].untyped_storage().data_ptr(), "copied together for each expert"
 print("the same")
 """
 ODD = """
