@@ -20,7 +20,10 @@ Warm = Annotated[
 
 
 def up(*, cluster: Cluster = False, warm: Warm = "") -> None:
+    from flows.cli import interrupts
+    from flows.cli.endings import again
     from flows.cli.services import servers
+    from flows.cli.session import DOWN
     from flows.cli.terminal import console, log_to_terminal
     from infra.store.files import open_workspace
     from infra.tracking import mlflow_store
@@ -28,6 +31,7 @@ def up(*, cluster: Cluster = False, warm: Warm = "") -> None:
     log_to_terminal()
     open_workspace()
     config = servers.config_to_warm(warm) if warm else None  # a wrong name is an error before anything is started
+    interrupts.say(lambda: f"interrupted: what was started stays up: {DOWN}; `{again()}` starts the rest")
     if cluster:
         servers.start_cluster()
     api_url, mlflow_url = servers.start_services()

@@ -13,7 +13,9 @@ from infra.comparison.config import ComparisonConfig
 
 @takes_fields(ComparisonConfig, preset=False)
 def compare_engines(*, chosen: Chosen) -> None:
-    from flows.cli.session import with_prefect
+    from flows.cli import interrupts
+    from flows.cli.endings import again
+    from flows.cli.session import DOWN, with_prefect
     from flows.cli.terminal import console
 
     config = chosen.other(ComparisonConfig())
@@ -23,6 +25,11 @@ def compare_engines(*, chosen: Chosen) -> None:
 
     prefect_address.given()
     check_comparison(config)
+    interrupts.say(
+        lambda: (
+            f"interrupted: the comparison has stopped and keeps the steps that it has; `{again()}` goes on there; what runs stays up: {DOWN}"
+        )
+    )
     with with_prefect():
         output = flow.compare_engines(config)
     console.print(f"report   {output}/benchmark_report.txt")

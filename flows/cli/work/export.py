@@ -18,6 +18,8 @@ To = Annotated[Path | None, Parameter(help="Folder to write to; left out, one in
 
 
 def export(run: str, /, *, adapter: Adapter = "best", what: What = "adapter", to: To = None) -> None:
+    from flows.cli import interrupts
+    from flows.cli.endings import again
     from flows.cli.terminal import console, log_to_terminal
     from infra.config import ExportConfig
     from infra.runs.run_state import config_of
@@ -34,6 +36,7 @@ def export(run: str, /, *, adapter: Adapter = "best", what: What = "adapter", to
     default = run_folder(run) / ("export" if adapter in ("best", "latest") else f"export-{found.version:06d}")
     folder = folder_of_user("--to", to) if to else default
     finish_run.check_free(folder)
+    interrupts.say(lambda: f"interrupted: adapter {found.version} was not exported whole; `{again()}` does it again")
     finish_run.export(ExportConfig(what=what), found, folder)
     for name in ("adapter", "merged") if what == "merged" else ("adapter",):
         console.print(f"adapter {found.version} of run {run}: {folder / name}", soft_wrap=True)

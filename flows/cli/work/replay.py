@@ -29,7 +29,8 @@ def replay(
     from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
 
     from flows.cli import interrupts
-    from flows.cli.session import client_settings, results_settings
+    from flows.cli.endings import again
+    from flows.cli.session import DOWN, client_settings, results_settings
     from flows.cli.terminal import console, log_to_terminal, progress
     from flows.replay import replay_step
     from infra.services import prefect_address, servers
@@ -44,6 +45,11 @@ def replay(
     plan_replay(run, step, first, name, changes)  # before a server is started
     # Without one Prefect starts its own for the time of this command; on a busy machine that takes a while.
     own = results_settings() | {PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: int(servers.START_TIMEOUT_S)}
+    interrupts.say(
+        lambda: (
+            f"interrupted: the replay of step {step} has stopped; `{again()}` goes on with it; an engine that runs stays up: {DOWN}"
+        )
+    )
     with temporary_settings(client_settings(server.url) if server else own), progress():
         made = replay_step(run, step, name, first, changes, allow_difference)
     console.print(f"run {made.run}, step {made.step}: adapter {made.adapter.version}, {made.adapter.sha256}", soft_wrap=True)

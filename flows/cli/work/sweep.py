@@ -27,7 +27,9 @@ Over = Annotated[
 
 @takes_fields(RunConfig, show=True)
 def sweep(*, over: Over, chosen: Chosen, show: bool = False) -> None:
-    from flows.cli.session import with_prefect
+    from flows.cli import interrupts
+    from flows.cli.endings import again
+    from flows.cli.session import DOWN, with_prefect
     from flows.cli.terminal import log_to_terminal
     from infra.services import prefect_address
     from tasks.sweeps.begin_sweep import check_sweep
@@ -43,6 +45,12 @@ def sweep(*, over: Over, chosen: Chosen, show: bool = False) -> None:
         return
     from flows.sweep import rl_sweep
 
+    interrupts.say(
+        lambda: (
+            f"interrupted: sweep {config.name} has stopped, its runs keep what they have; `{again()}` goes on there; engine and servers stay up: "
+            f"{DOWN}"
+        )
+    )
     with with_prefect(chosen.made_from("arithmetic")):
         print_variants(config, variants)  # after all that can be refused: an error's line stands alone
         print_reports(rl_sweep(config, over))

@@ -18,6 +18,8 @@ To = Annotated[
 
 
 def upload(run: Run = None, /, *, to: To = None) -> None:
+    from flows.cli import interrupts
+    from flows.cli.endings import again
     from flows.cli.terminal import console, log_to_terminal
     from infra.mirror import copying
     from infra.runs import run_state
@@ -32,6 +34,7 @@ def upload(run: Run = None, /, *, to: To = None) -> None:
     if run is not None:
         run_state.check_exists(run)
     waiting = {each: len(mlflow_store.waiting(each)) for each in ([run] if run else run_state.known_runs())}
+    interrupts.say(lambda: f"interrupted: what was uploaded is kept; `{again()}` brings the rest")
     upload.upload(run, to)
     for each, before in waiting.items():
         left = len(mlflow_store.waiting(each))

@@ -130,6 +130,61 @@ def test_an_error_that_it_causes_is_still_an_interrupt(tmp_path: Path) -> None:
     assert output.splitlines()[-1] == "interrupted before anything was started"
 
 
+AT_WORK = """
+import os, signal, sys, time
+from contextlib import nullcontext
+from types import SimpleNamespace
+from flows.cli import app, interrupts
+interrupts.install()
+from flows.cli import session
+from flows.cli.services import servers
+import flows.compare_engines, flows.replay, flows.sweep
+from infra.runs import run_state
+from infra.tracking import upload
+from tasks.comparisons import begin_comparison
+from tasks.evaluations import find_adapter
+from tasks.replays import begin_replay
+from tasks.runs import finish_run
+from tasks.sweeps import begin_sweep
+
+def at_work(*_, **__):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+
+def passes(*_, **__):
+    return SimpleNamespace(weights=1, version=3)
+
+session.with_prefect = lambda *_: nullcontext()
+begin_sweep.check_sweep = lambda *_: []
+for module, name in ((begin_comparison, "check_comparison"), (begin_replay, "plan_replay"), (run_state, "config_of"),
+                     (find_adapter, "named_version"), (finish_run, "check_free")):
+    setattr(module, name, passes)
+for module, name in ((flows.sweep, "rl_sweep"), (flows.replay, "replay_step"), (flows.compare_engines, "compare_engines"),
+                     (finish_run, "export"), (upload, "upload"), (servers, "start_services")):
+    setattr(module, name, at_work)
+sys.argv[0] = "ratchet"
+interrupts.run(lambda: app.run(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("sweep --name rates --over trainer.learning_rate=1e-4,2e-4", "sweep rates has stopped, its runs keep what they have; `{}` goes on there"),
+        ("replay mine 0 --name again", "the replay of step 0 has stopped; `{}` goes on with it; an engine that runs stays up: `ratchet down`"),
+        ("compare-engines", "the comparison has stopped and keeps the steps that it has; `{}` goes on there; what runs stays up: `ratchet down`"),
+        ("export mine", "adapter 3 was not exported whole; `{}` does it again"),
+        ("upload", "what was uploaded is kept; `{}` brings the rest"),
+        ("up", "what was started stays up: `ratchet down` ends them; `{}` starts the rest"),
+    ],
+)  # fmt: skip
+def test_of_work_that_has_begun_it_says_what_is_kept_and_what_goes_on(tmp_path: Path, words: str, said: str) -> None:
+    running = command(tmp_path, *words.split(), program=(sys.executable, "-c", AT_WORK))
+    output, _ = running.communicate(timeout=120)
+    assert running.returncode == 130, output
+    assert output.splitlines()[-1].startswith(f"interrupted: {said.format(f'ratchet {words}')}"), output
+
+
 def test_stop_interrupts_a_second_time_what_does_not_end(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wont_end = "import signal, time\nwith open('heard', 'w', buffering=1) as heard:\n"
     wont_end += (
