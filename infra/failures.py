@@ -113,10 +113,11 @@ def _is(*types: type[BaseException]) -> Callable[[BaseException], bool]:
 
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the system's errors: no space, over the quota, over the largest size of a file."""
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether the system had no room for what was written. Its message names the file."""
+    """Whether the system had no room for what was written."""
     return isinstance(error, OSError) and error.errno in DISK_FULL
 
 

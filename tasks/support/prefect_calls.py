@@ -37,7 +37,7 @@ FIRST_LINE_S, LINE_EVERY_S = 5.0, 60.0
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 LONGEST_PAUSE_S = 10.0
 FULL_BYTES = 4 * 2**20
-"""With less than this left, an error of the server is taken for that of a full disk: its database grows by pages of a log of 4 MiB."""
+"""With less than this left, an error of the server is taken for that of a full disk: the log of its SQLite database grows to 4 MiB."""
 NO_ANSWER = (httpx.TimeoutException, httpx.NetworkError, httpx.ProtocolError)
 
 
@@ -80,7 +80,7 @@ def _explain(request: httpx.Request, outcome: httpx.Response | Exception) -> Non
     if code == 500 and (free := shutil.disk_usage(workspace).free) < FULL_BYTES:
         raise OSError(
             errno.ENOSPC,
-            f"{os.strerror(errno.ENOSPC)}: Prefect's server could not write the state of flow run {found[1]} (HTTP 500), "
+            f"{os.strerror(errno.ENOSPC)}: Prefect's server answered HTTP 500 to the state of flow run {found[1]}, "
             f"and the disk of {workspace} has {free / 2**20:.1f} MiB left; make room, then run the same again: committed steps are whole",
         )
     if code == 404:

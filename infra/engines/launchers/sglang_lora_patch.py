@@ -85,6 +85,7 @@ def all_at_once(one_by_one: Callable[..., Iterator[tuple[Any, torch.Tensor, Any]
     return iterated
 
 
+# Perf: load of an adapter 0.34 to 0.54 -> 0.03 to 0.18 s in a run of 30B-A3B (rank 8, H200, docs/results/speed.md).
 def joined_later(join: Callable[..., None]) -> Callable[..., None]:
     """Wrap `LoRAAdapter.normalize_gate_up_proj`: stacked tensors of gate and up are joined where they are needed."""
 
