@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What docs/results/speed.md calls missed, measured again on one H200 in one hold: bash tests/gpu/missed_goals.sh FOLDER [PART ...]
+# The figures that docs/results/speed.md sets goals for, measured on one H200 in one hold: bash tests/gpu/speed_goals.sh FOLDER [PART ...]
 # Parts, in this order: cold (0.5B, a start with nothing compiled), mixture (hand-over of 30B-A3B in a run), trainer (30B-A3B alone), small (the
 # trainer of 0.5B alone), 7b and 7b-fp8 (a whole step with 16 and with 8 bits in the engine), warm (`ratchet up --warm`, then a start that
 # compiles nothing), and by name only: tasks (hand-over of 30B-A3B without Prefect). Results and logs lie in FOLDER, models in MODELS (default: a memory file
