@@ -60,7 +60,8 @@ class Game:
 """
 """Of the three episodes of a slow prompt one is not stopped, one is after its first turn and one after its second."""
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1800)]
+# Its sample, with a scripted engine, is tests/tasks/test_carried_episodes.py.
+pytestmark = [pytest.mark.end_to_end, pytest.mark.full, pytest.mark.timeout(1800)]
 
 
 def config_of(tiny: Path, folder: Path) -> RunConfig:

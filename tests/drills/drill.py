@@ -66,7 +66,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Fault drill of an RL step.")
-    parser.add_argument("--sample", action="store_true", help="a dozen cells, for the test command")
+    parser.add_argument("--sample", action="store_true", help="a few cells, for the test command")
     parser.add_argument(
         "--cell", action="append", default=[], metavar="ADDRESS", help="such as roll_out.middle/engine/SIGKILL; several"
     )
