@@ -90,6 +90,12 @@ def test_other_blocks_are_in_the_environment_of_the_servers_that_are_started_mea
     ]  # fmt: skip
 
 
+def test_idle_seconds_have_the_pauses_in_them_that_are_shorter_than_a_window_of_the_driver(tmp_path: Path) -> None:
+    seen = [(9.0, 0), (10.0, 0), (10.5, 90), (11.0, 10), (11.5, 100), (12.25, 0), (12.5, 60), (12.75, 90)]
+    (tmp_path / "seen.csv").write_text("".join(f"{at},{use},80.5,300,20.25\n" for at, use in seen))
+    assert script("watch").idle_s(tmp_path / "seen.csv", [10.0, 12.0, 13.5]) == pytest.approx([1.0, 0.75])
+
+
 def test_the_parts_of_a_hand_over_are_all_of_it() -> None:
     lasted = {
         "roll_out": (100.0, 20.0),

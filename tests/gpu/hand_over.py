@@ -9,7 +9,8 @@ each time: of a rollout, and of texts that are asked for one at a time, where no
 weights that are dropped and not read again must be caught by the golden check.
 steps: whole steps without Prefect; seconds from the last sampled token to the first training kernel and back, memory by phase and
 process, KV cache, tokens a second in the last step against the first.
-run: the same of the flow `rl-run`, with its Prefect server and MLflow: what a user's run takes. It makes all its steps, whatever the limit.
+run: the same of the flow `rl-run`, with its Prefect server and MLflow: what a user's run takes. It makes all its steps, whatever the limit. On a GPU
+`watch.py` watches: watched_idle_s are the seconds without a kernel between the first tokens of two steps, and OUT.csv has all that it saw.
 before_after: steps in three ways, each with an engine of its own: with plan offload the copy on the host freed at each wake and experts' adapters
 read one by one; the copy kept; the copy kept and experts stacked. A mixture has a fourth, with plan keep_weights: one copy of the experts for both
 programs. Then a control: a weight that changed before a sleep must be caught after it.
@@ -29,6 +30,7 @@ import torch
 from bench import Bench, compared, continued, figures_of, parser, whole_step
 from safetensors import safe_open
 from safetensors.torch import save_file
+from watch import idle_s, watching
 
 from flows.cli.services.servers import stop
 from flows.cli.session import with_prefect
@@ -246,10 +248,13 @@ def run(bench: Bench, options: argparse.Namespace) -> list[str]:
     config = without_exams(bench.config, options.steps)
     bench.say(plan=plans.plan(config)._asdict())
     try:
-        with with_prefect():
+        csv = bench.options.out.with_suffix(".csv") if devices.num_gpus() else None
+        with watching(csv), with_prefect():
             rl_run(config)
         made = [figures_of(Step(run=config.name, index=number, seed=config.seed)) for number in range(options.steps)]
         bench.write(steps=made)
+        if csv:
+            bench.say(watched_idle_s=idle_s(csv, [step["first_token_at"] for step in made[1:]]))
         return judged(bench, made)
     finally:
         stop()

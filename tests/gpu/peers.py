@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from watch import host_gib, idle_frac, rows_of
+from watch import host_gib, idle_frac, rows_of, watching
 
 from infra.config import DataConfig
 from infra.data.forms.row import Row
@@ -312,22 +312,16 @@ def watched(
     Errors: Failed, if the program fails or finishes too few steps.
     """
     csv, before, begin = log.with_suffix(".csv"), host_gib(), time.time()
-    watcher = None if o.small else subprocess.Popen([sys.executable, str(HERE / "watch.py"), str(csv), f"--gpu={o.gpu}"])
     marks: list[float] = []
     is_late = False
-    try:
-        with log.open("w") as file:
-            program = subprocess.Popen(argv, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-            while program.poll() is None:
-                if is_late := time.time() - begin > limit_s:
-                    end_all(program)
-                if num_done() > len(marks):
-                    marks.append(time.time())
-                time.sleep(POLL_S)
-    finally:
-        if watcher:
-            watcher.terminate()
-            watcher.wait()
+    with watching(None if o.small else csv, o.gpu), log.open("w") as file:
+        program = subprocess.Popen(argv, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        while program.poll() is None:
+            if is_late := time.time() - begin > limit_s:
+                end_all(program)
+            if num_done() > len(marks):
+                marks.append(time.time())
+            time.sleep(POLL_S)
     if (program.returncode and not is_late) or len(marks) <= NUM_WARM:
         raise Failed(f"{argv[1]} ended with {program.returncode} after {len(marks)} steps, {log}: {log.read_text()[-3000:]}")
     counted = marks[NUM_WARM - 1 :]
@@ -338,7 +332,7 @@ def watched(
         "samples_per_s": o.prompts * o.group / statistics.median(seconds),
         "first_step_s": marks[0] - begin,
     }
-    if watcher:
+    if not o.small:
         rows = rows_of(csv, counted[0], counted[-1])
         figures |= {
             "gpu_idle_frac": idle_frac(rows),

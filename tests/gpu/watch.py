@@ -2,15 +2,20 @@
 
     python tests/gpu/watch.py FILE.csv [--gpu NUMBER]        until it is ended
 
-A row is: Unix seconds, GPU utilisation in %, GPU memory in use in GiB, power in W, memory of the machine that is not available in GiB.
+A row is: Unix seconds, GPU utilisation in % (of the driver's last window), GPU memory in use in GiB, power in W, memory of the
+machine that is not available in GiB.
 It shares nothing with what it watches.
 """
 
 import argparse
 import csv
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +28,18 @@ class Row(NamedTuple):
     gpu_gib: float
     watt: float
     host_gib: float
+
+
+@contextmanager
+def watching(file: Path | None, gpu: int = 0) -> Iterator[None]:
+    """Watch a GPU until the block ends, from a program of its own. file: None: nothing is watched."""
+    watcher = subprocess.Popen([sys.executable, __file__, str(file), f"--gpu={gpu}"]) if file else None
+    try:
+        yield
+    finally:
+        if watcher:
+            watcher.terminate()
+            watcher.wait()
 
 
 def host_gib() -> float:
@@ -39,8 +56,17 @@ def rows_of(file: Path, begin: float, end: float) -> list[Row]:
 
 
 def idle_frac(rows: list[Row]) -> float:
-    """The share of the rows in which no kernel ran."""
-    return sum(row.utilisation == 0 for row in rows) / len(rows)
+    """The share of the time in which no kernel ran.
+
+    The driver's utilisation is already a share: of its last window (nvmlUtilization_t: 1/6 to 1 s; on an H200 0.2 s). So rows of 0 alone
+    would miss each pause that is shorter than a window.
+    """
+    return 1 - sum(row.utilisation for row in rows) / len(rows) / 100
+
+
+def idle_s(file: Path, moments: Sequence[float]) -> list[float]:
+    """Seconds in which no kernel ran, between each two moments (Unix seconds)."""
+    return [(end - begin) * idle_frac(rows_of(file, begin, end)) for begin, end in pairwise(moments)]
 
 
 def main() -> None:
