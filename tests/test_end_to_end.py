@@ -316,7 +316,7 @@ def test_a_wrong_field_is_refused_before_a_run_is_made(finished: Finished, envir
     assert "learning_rat" in re.sub(r"\s+", "", done.stdout + done.stderr)
 
 
-@pytest.mark.parametrize("from_task", ["roll_out", "train"])
+@pytest.mark.parametrize("from_task", ["roll_out", pytest.param("train", marks=pytest.mark.full)])
 def test_a_replayed_step_has_the_digests_that_it_had(from_task: str, finished: Finished, environment: dict[str, str]) -> None:
     name = f"again-{from_task}"
     parameters = json.dumps({"run": RUN, "step": 1, "name": name, "from_task": from_task})

@@ -55,6 +55,7 @@ def test_a_random_model_is_whole(small_mixture: Path) -> None:
     assert 0.04 < tensors["model.layers.1.mlp.experts.7.up_proj.weight"].float().std() < 0.06
 
 
+@pytest.mark.full  # the rest of this file is its sample
 def test_a_reward_model_is_measured(tmp_path: Path) -> None:
     sizes = ["--shape", "small", "--samples", "24", "--tokens", "100", "--device", "cpu"]
     said = run(
@@ -65,6 +66,7 @@ def test_a_reward_model_is_measured(tmp_path: Path) -> None:
     assert figures["killed_s"] > figures["again_s"] and figures["against_float32"]["largest"] < 0.1
 
 
+@pytest.mark.full  # the rest of this file is its sample
 def test_the_speed_of_the_trainer_is_measured(small_mixture: Path, tmp_path: Path) -> None:
     sizes = ["--tokens", "600", "--seq", "100", "--spread", "--microbatch", "256", "512", "--repeat", "1"]
     said = run("train_speed.py", str(tmp_path / "speed.json"), "--model", str(small_mixture), *sizes, "--profile")
@@ -134,6 +136,7 @@ def test_what_works_of_shared_experts_is_found_out(tmp_path: Path) -> None:
     assert found["what a step says then"]["error"].startswith("EngineEnded: ")
 
 
+@pytest.mark.full  # the rest of this file is its sample
 def test_numbers_are_compared_over_layouts(tmp_path: Path) -> None:
     said = run("same_numbers.py", str(tmp_path / "same.json"), "--models", "small-moe", "--dtypes", "float32")
     assert said.endswith("5 passed, 0 failed\n")
@@ -169,6 +172,7 @@ def test_rounds_of_the_hand_over_give_equal_bits_and_lost_weights_are_caught(
     assert found["negative_control"].startswith("caught: golden check")
 
 
+@pytest.mark.full  # the rest of this file is its sample
 def test_ways_to_serve_a_rollout_are_compared(small_dense: Path, tmp_path: Path, over_scripted_server: dict[str, str]) -> None:
     variants = ["SGLANG_EXPERIMENTAL_LORA_OPTI=1 max_running_requests=4 --num-continuous-decode-steps 4", "quantization=fp8"]
     model = ["--small", "--model", str(small_dense), "--forms", "--variants", *variants]

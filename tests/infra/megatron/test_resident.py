@@ -280,6 +280,7 @@ def test_another_process_takes_the_program_over_unless_it_is_busy_for_nobody(
     third.assert_same_bytes(expected)
 
 
+@pytest.mark.full  # its sample, without the minute of waiting, is the test below
 def test_a_program_that_hangs_is_ended_in_time_and_a_fresh_one_does_the_job(new_job: Job, train: Job) -> None:
     first, second = (new_job(timeout_s=HANG_S) for _ in range(2))
     state = run(first)
