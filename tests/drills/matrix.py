@@ -369,7 +369,7 @@ SAMPLE = (
     Cell(ANSWERING, "judge server", "SIGKILL", "second judge"),
     Cell("commit_step.delivering", "mlflow", "SIGKILL"),
 )
-"""For the test command: a cell or two for each part of a step; 8 minutes on 2 cores, beside other tests."""
+"""For the test command: a cell or two for each part of a step; 8 minutes on 2 cores."""
 NUM_RANDOM = 100
 VARIANTS: dict[Variant, dict[tuple[str, str], tuple[str, ...]]] = {
     "twins": MEANT,

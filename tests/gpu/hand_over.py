@@ -9,8 +9,9 @@ each time: of a rollout, and of texts that are asked for one at a time, where no
 weights that are dropped and not read again must be caught by the golden check.
 steps: whole steps without Prefect; seconds from the last sampled token to the first training kernel and back, memory by phase and
 process, KV cache, tokens a second in the last step against the first.
-run: the same of the flow `rl-run`, with its Prefect server and MLflow: what a user's run takes. It makes all its steps, whatever the limit. On a GPU
-`watch.py` watches: watched_idle_s are the seconds without a kernel between the first tokens of two steps, and OUT.csv has all that it saw.
+run: the same figures from the flow `rl-run`, with its Prefect server and MLflow, as a user runs it. All --steps are made, even past --limit-s.
+On a GPU, watch.py records the driver's counters meanwhile: OUT.csv has them, and watched_idle_s the seconds from one step's first token to the
+next one's in which no kernel ran.
 before_after: steps in three ways, each with an engine of its own: with plan offload the copy on the host freed at each wake and experts' adapters
 read one by one; the copy kept; the copy kept and experts stacked. A mixture has a fourth, with plan keep_weights: one copy of the experts for both
 programs. Then a control: a weight that changed before a sleep must be caught after it.
